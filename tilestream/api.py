@@ -1,0 +1,354 @@
+"""The public attention functions: normalise the arguments, validate once, call the operator."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from tilestream import ops
+from tilestream.errors import ArgumentError, DtypeError
+from tilestream.problem import AttentionInputs, check_arguments, check_cu_seqlens_values, check_tensors
+from tilestream.spec import AttentionSpec, Band, default_scale
+from tilestream.state import AttentionOutput
+
+__all__ = ["attention", "attention_varlen", "attention_varlen_with_lse", "attention_with_lse"]
+
+Window = tuple[int | None, int | None] | None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    shift: int | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Exact softmax attention without storing the score matrix.
+
+    ``out[i] = sum_j softmax_j(s[i, j]) value[j]``, with the scores in this order (it is part of the semantics)::
+
+        s = scale * dot(query[i], key[j])
+        s = softcap * tanh(s / softcap)                    if softcap > 0
+        s = s + bias[i, j] - slope * |j - (i + shift)|     if given
+        s = -inf                                           where causal or window hide key j from query i
+
+    Args:
+        query: (batch, seqlen_q, num_heads_q, head_dim); float16, bfloat16, float32 or float64, any strides.
+        key: (batch, seqlen_k, num_heads_kv, head_dim). Query head h reads KV head ``h // (num_heads_q //
+            num_heads_kv)``; num_heads_q must be a multiple of num_heads_kv (GQA, MQA), nothing is expanded.
+        value: (batch, seqlen_k, num_heads_kv, head_dim_v); head_dim_v may differ from head_dim.
+        causal: hide keys after the query. With seqlen_q != seqlen_k the last query meets the last key.
+        window: (left, right) keys visible on each side of the query, inclusive; None = no limit. (0, 0) is the
+            diagonal alone.
+        scale: factor on the dot product; ``1 / sqrt(head_dim)`` by default.
+        softcap: cap on the absolute score; 0 = off.
+        bias: added to the scores; any float dtype, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k);
+            may hold -inf. Differentiable.
+        alibi_slopes: (num_heads_q,) or (batch, num_heads_q), penalty per key of distance. Not differentiable.
+        sinks: (num_heads_q,), one more logit per head that takes probability but carries no value; neither scaled
+            nor capped. Differentiable.
+        dropout_p: probability in [0, 1) of dropping an attention weight; survivors are divided by 1 - dropout_p.
+        seed: of the dropout mask: an int, or one int64 element on query's device. By default it is drawn from
+            torch's generator. The mask is a function of (seed, batch, head, i, j), the same on every backend.
+        shift: key j stands at distance ``j - (i + shift)`` from query i; ``seqlen_k - seqlen_q`` by default, which
+            aligns the ends. 0 aligns the beginnings.
+        deterministic: gradients equal bit for bit from run to run, with O(seqlen) memory. Implied by
+            ``torch.use_deterministic_algorithms(True)``. The forward is always deterministic.
+        backend: name of a backend, which then never falls back; None lets `tilestream.explain` decide.
+
+    Returns:
+        (batch, seqlen_q, num_heads_q, head_dim_v), contiguous, dtype of `query` (under autocast: the autocast dtype).
+        A query that sees no key gives 0 and sends no gradient. Whatever an invisible key holds is never read into
+        a result, NaN included.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: an argument does not fit; the message names it and shows
+            all shapes. All are ValueErrors.
+        UnsupportedError: the named backend cannot run this call; the message says which can.
+
+    Cost: reads query and writes out once, reads key and value once per tile of queries; O(seqlen_q) extra memory.
+    Source: arXiv:2205.14135, arXiv:2307.08691.
+
+    Example:
+        >>> import torch, tilestream
+        >>> query = torch.randn(2, 128, 8, 64)
+        >>> key, value = torch.randn(2, 128, 2, 64), torch.randn(2, 128, 2, 64)
+        >>> tilestream.attention(query, key, value, causal=True).shape
+        torch.Size([2, 128, 8, 64])
+    """
+    options = _Options(
+        causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, seed=seed,
+        deterministic=deterministic, backend=backend,
+    )  # fmt: skip
+    inputs = AttentionInputs(query, key, value, bias, alibi_slopes, sinks)
+    return _dense(inputs, shift, options).out
+
+
+def attention_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    shift: int | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> AttentionOutput:
+    """`attention`, and the log-sum-exp of each row's scores; both are differentiable.
+
+    Args:
+        query, key, value, ...: as `attention`.
+
+    Returns:
+        AttentionOutput(out, lse): ``lse`` (batch, num_heads_q, seqlen_q), natural logarithm, float32 (float64 for
+        float64 inputs), sink included, before dropout; -inf for a query that sees no key. `merge` takes such pairs.
+
+    Raises: as `attention`.
+    Cost: as `attention`. Source: arXiv:2205.14135.
+
+    Example:
+        >>> import torch, tilestream
+        >>> query, key, value = (torch.randn(1, 16, 4, 32) for _ in range(3))
+        >>> tilestream.attention_with_lse(query, key, value).lse.shape
+        torch.Size([1, 4, 16])
+    """
+    options = _Options(
+        causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, seed=seed,
+        deterministic=deterministic, backend=backend,
+    )  # fmt: skip
+    inputs = AttentionInputs(query, key, value, bias, alibi_slopes, sinks)
+    return _dense(inputs, shift, options)
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """`attention` over sequences of different lengths, packed one after the other without padding.
+
+    Sequence b holds the queries ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and the keys ``cu_seqlens_k[b] :
+    cu_seqlens_k[b + 1]``, and sees nothing else. Causal and windows align the ends of each sequence.
+
+    Args:
+        query: (total_q, num_heads_q, head_dim).
+        key: (total_k, num_heads_kv, head_dim).
+        value: (total_k, num_heads_kv, head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: (num_sequences + 1,) int32 on query's device, starting at 0, never decreasing;
+            empty sequences are fine. Tokens past the last entry belong to no sequence: they give out 0, lse -inf
+            and no gradient. On a CPU the values are checked; elsewhere they are trusted, to avoid a synchronisation.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, which spare GPU backends some empty work.
+        bias: broadcastable to (num_sequences, num_heads_q, max_seqlen_q, max_seqlen_k); sequence b reads the top
+            left corner of its own.
+        alibi_slopes: (num_heads_q,) or (num_sequences, num_heads_q).
+        causal, window, scale, softcap, sinks, dropout_p, seed, deterministic, backend: as `attention`.
+
+    Returns:
+        (total_q, num_heads_q, head_dim_v), contiguous, dtype of `query`.
+
+    Raises: as `attention`.
+    Cost: as one `attention` call per sequence. Source: arXiv:2307.08691.
+
+    Example:
+        >>> import torch, tilestream
+        >>> packed = torch.randn(7, 2, 16)  # sequences of 3 and 4 tokens
+        >>> cu_seqlens = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> tilestream.attention_varlen(packed, packed, packed, cu_seqlens, cu_seqlens, causal=True).shape
+        torch.Size([7, 2, 16])
+    """
+    options = _Options(
+        causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, seed=seed,
+        deterministic=deterministic, backend=backend,
+    )  # fmt: skip
+    inputs = AttentionInputs(query, key, value, bias, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k)
+    return _varlen(inputs, max_seqlen_q, max_seqlen_k, options).out
+
+
+def attention_varlen_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> AttentionOutput:
+    """`attention_varlen`, and the log-sum-exp of each row's scores; both are differentiable.
+
+    Args:
+        query, key, value, cu_seqlens_q, cu_seqlens_k, ...: as `attention_varlen`.
+
+    Returns:
+        AttentionOutput(out, lse): ``lse`` (num_heads_q, total_q), otherwise as `attention_with_lse`.
+
+    Raises: as `attention`.
+    Cost: as `attention_varlen`. Source: arXiv:2307.08691.
+
+    Example:
+        >>> import torch, tilestream
+        >>> packed = torch.randn(7, 2, 16)
+        >>> cu_seqlens = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> tilestream.attention_varlen_with_lse(packed, packed, packed, cu_seqlens, cu_seqlens).lse.shape
+        torch.Size([2, 7])
+    """
+    options = _Options(
+        causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, seed=seed,
+        deterministic=deterministic, backend=backend,
+    )  # fmt: skip
+    inputs = AttentionInputs(query, key, value, bias, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k)
+    return _varlen(inputs, max_seqlen_q, max_seqlen_k, options)
+
+
+class _Options(TypedDict):
+    causal: bool
+    window: Window
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    seed: int | Tensor | None
+    deterministic: bool
+    backend: str | None
+
+
+def _dense(inputs: AttentionInputs, shift: int | None, options: _Options) -> AttentionOutput:
+    inputs = _prepare(inputs, options, shift=shift)
+    check_tensors(inputs)
+    if shift is None:
+        shift = inputs.key.shape[1] - inputs.query.shape[1]
+    return ops.apply(inputs, _spec(inputs, options), shift=shift, backend=options["backend"])
+
+
+def _varlen(
+    inputs: AttentionInputs, max_seqlen_q: int | None, max_seqlen_k: int | None, options: _Options
+) -> AttentionOutput:
+    inputs = _prepare(inputs, options, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    check_tensors(inputs, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    if _values_are_readable(inputs.cu_seqlens_q):
+        check_cu_seqlens_values(inputs, max_seqlen_q, max_seqlen_k)
+    return ops.apply(
+        inputs,
+        _spec(inputs, options),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        backend=options["backend"],
+    )
+
+
+def _prepare(
+    inputs: AttentionInputs,
+    options: _Options,
+    *,
+    shift: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> AttentionInputs:
+    """Check the plain arguments, apply autocast, and turn the seed into a tensor."""
+    check_arguments(
+        window=options["window"],
+        scale=options["scale"],
+        softcap=options["softcap"],
+        dropout_p=options["dropout_p"],
+        shift=shift,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+    if not all(isinstance(tensor, Tensor) for tensor in inputs[:3]):
+        check_tensors(inputs)
+    device = inputs.query.device
+    inputs = _autocast(inputs)
+    if options["dropout_p"] > 0:
+        inputs = inputs._replace(seed=_seed_tensor(options["seed"], device))
+    return inputs
+
+
+def _autocast(inputs: AttentionInputs) -> AttentionInputs:
+    """Inside torch.autocast, query, key and value take the autocast dtype, as in PyTorch's own attention."""
+    device_type = inputs.query.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return inputs
+    dtype = torch.get_autocast_dtype(device_type)
+    query, key, value = (
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in inputs[:3]
+    )
+    return inputs._replace(query=query, key=key, value=value)
+
+
+def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    if isinstance(seed, Tensor):
+        return seed
+    if seed is None:
+        return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
+    if not isinstance(seed, int | torch.SymInt) or isinstance(seed, bool):
+        raise DtypeError(f"seed must be an int or one int64 element, got {type(seed).__name__}.")
+    if not isinstance(seed, torch.SymInt) and not -(2**63) <= seed < 2**63:
+        raise ArgumentError(f"seed must fit 64 bits, got {seed}.")
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+def _spec(inputs: AttentionInputs, options: _Options) -> AttentionSpec:
+    scale = options["scale"]
+    return AttentionSpec(
+        band=Band.from_arguments(bool(options["causal"]), options["window"]),
+        scale=default_scale(inputs.query.shape[-1]) if scale is None else float(scale),
+        softcap=float(options["softcap"]),
+        dropout_p=float(options["dropout_p"]),
+        has_bias=inputs.bias is not None,
+        has_alibi=inputs.alibi_slopes is not None,
+        has_sinks=inputs.sinks is not None,
+        deterministic=bool(options["deterministic"]) or torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _values_are_readable(tensor: Tensor | None) -> bool:
+    """Whether reading the values is free: a plain CPU tensor, outside tracing."""
+    return tensor is not None and type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,0 +1,1 @@
+"""The kernels, one folder per backend; imported when first chosen."""

@@ -1,0 +1,42 @@
+"""What a backend is: a name, an honest `supports`, a forward and a backward."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from tilestream.problem import AttentionInputs, Gradients, Problem
+from tilestream.state import AttentionOutput
+
+__all__ = ["Backend"]
+
+
+class Backend(Protocol):
+    """One implementation of the contract. Inputs are validated before they get here."""
+
+    @property
+    def name(self) -> str:
+        """The name users pass as ``backend=``."""
+        ...
+
+    def supports(self, problem: Problem) -> str | None:
+        """None if `forward` and `backward` can run `problem`, else the reason why not."""
+        ...
+
+    def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
+        """out, contiguous, in the input dtype; lse in float32 (float64 for float64 inputs)."""
+        ...
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: AttentionInputs,
+        output: AttentionOutput,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs_dbias: bool,
+        needs_dsinks: bool,
+    ) -> Gradients:
+        """Gradients in the dtypes of the inputs; `dlse` is None where nothing depends on lse."""
+        ...

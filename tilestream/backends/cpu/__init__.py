@@ -1,0 +1,45 @@
+"""The backend that runs everywhere: the tile loop in PyTorch operations, batched over heads."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilestream.backends.cpu import varlen
+from tilestream.problem import SUPPORTED_DTYPES, AttentionInputs, Gradients, Problem
+from tilestream.state import AttentionOutput
+
+__all__ = ["BACKEND", "CpuBackend"]
+
+
+class CpuBackend:
+    """Every feature, every floating-point dtype, any device PyTorch has; the fallback of last resort."""
+
+    name = "cpu"
+
+    def supports(self, problem: Problem) -> str | None:
+        """None, or why the call cannot run here."""
+        if problem.dtype not in SUPPORTED_DTYPES:
+            return f"dtype {problem.dtype} is not floating point of 16, 32 or 64 bits"
+        if problem.dtype.itemsize == 8 and problem.device_type == "mps":
+            return "float64 does not exist on mps"
+        return None
+
+    def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
+        """See `Backend.forward`."""
+        return varlen.forward(problem, inputs)
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: AttentionInputs,
+        output: AttentionOutput,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs_dbias: bool,
+        needs_dsinks: bool,
+    ) -> Gradients:
+        """See `Backend.backward`."""
+        return varlen.backward(problem, inputs, output, dout, dlse, needs_dbias, needs_dsinks)
+
+
+BACKEND = CpuBackend()

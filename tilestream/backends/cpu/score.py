@@ -1,0 +1,134 @@
+"""The score pipeline on one tile and its backward twin: softcap, bias, ALiBi, mask, in that order.
+
+Shapes: s_mn, p_mn, ds_mn are (C, G * m, n), viewed as (b, heads, m, n) where a feature needs positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilestream.backends.cpu.layout import Chunk, DenseCall
+from tilestream.dropout import keep_mask
+from tilestream.tiles import Tile, TileKind
+
+__all__ = ["ScoreTile", "add_product", "is_all_finite"]
+
+_INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class ScoreTile:
+    """One tile of one chunk of a call."""
+
+    call: DenseCall
+    chunk: Chunk
+    tile: Tile
+
+    def forward(self, s_mn: Tensor) -> Tensor:
+        """Turn scaled dot products into masked scores, in place."""
+        spec = self.call.problem.spec
+        if spec.softcap > 0:
+            s_mn.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        if self.call.bias is not None:
+            self._by_position(s_mn).add_(self._bias_block(self.call.bias))
+        if self.call.alibi_slopes is not None:
+            slopes = self._per_head(self.call.alibi_slopes).to(s_mn.dtype)
+            self._by_position(s_mn).addcmul_(slopes, self._distance().abs().to(s_mn.dtype), value=-1)
+        if self.tile.kind is TileKind.PARTIAL:
+            self._by_position(s_mn).masked_fill_(self._hidden(), -_INFINITY)
+        return s_mn
+
+    def backward(self, ds_mn: Tensor, raw_mn: Tensor | None, dbias: Tensor | None) -> Tensor:
+        """Turn gradients of the scores into gradients of the scaled dot products `raw_mn`, in place.
+
+        `raw_mn` is only needed, and then overwritten, where softcap is on. `dbias` is added to, where given.
+        """
+        if dbias is not None:
+            block = self._bias_block(dbias)
+            broadcast = [axis for axis, size in enumerate(dbias.shape) if size == 1]
+            gradient = self._by_position(ds_mn)
+            block.add_(gradient.sum(dim=broadcast, keepdim=True) if broadcast else gradient)
+        if raw_mn is not None:
+            tanh_mn = raw_mn.div_(self.call.problem.spec.softcap).tanh_()
+            # d tanh(x) = 1 - tanh(x)^2
+            ds_mn.addcmul_(ds_mn, tanh_mn.square_(), value=-1)
+        return ds_mn
+
+    def dropout_factor(self, dtype: torch.dtype) -> Tensor | None:
+        """(C, G * m, n): 0 where a weight is dropped, 1 / (1 - dropout_p) where it is kept; None without dropout."""
+        dropout_p = self.call.problem.spec.dropout_p
+        if dropout_p == 0:
+            return None
+        assert self.call.seed is not None
+        heads, tile = self.chunk.heads, self.tile
+        kept = keep_mask(
+            self.call.seed,
+            dropout_p,
+            self.call.batch_index[self.chunk.batch],
+            torch.arange(heads.start, heads.stop, device=self.call.query.device),
+            range(tile.m_start, tile.m_end),
+            range(tile.n_start, tile.n_end),
+        )
+        factor = kept.to(dtype).div_(1.0 - dropout_p)
+        return factor.view(self.chunk.num_groups, -1, tile.n_end - tile.n_start)
+
+    def _by_position(self, x: Tensor) -> Tensor:
+        """(C, G * m, n) viewed as (b, heads, m, n)."""
+        return x.view(self.chunk.num_batch, -1, self.tile.m_end - self.tile.m_start, x.shape[-1])
+
+    def _distance(self) -> Tensor:
+        """j - (i + shift), int64 (m, n)."""
+        device, tile = self.call.query.device, self.tile
+        i = torch.arange(tile.m_start, tile.m_end, device=device)[:, None] + self.call.shift
+        return torch.arange(tile.n_start, tile.n_end, device=device) - i
+
+    def _hidden(self) -> Tensor:
+        """bool (m, n): where the band hides key j from query i."""
+        band, distance = self.call.problem.spec.band, self._distance()
+        left = -_INFINITY if band.left is None else -band.left
+        right = _INFINITY if band.right is None else band.right
+        return (distance < left) | (distance > right)
+
+    def _per_head(self, x: Tensor) -> Tensor:
+        """(heads,) or (B, heads) as (b | 1, heads of the chunk, 1, 1)."""
+        x = x[None] if x.dim() == 1 else x[self.chunk.batch]
+        return x[:, self.chunk.heads, None, None]
+
+    def _bias_block(self, bias: Tensor) -> Tensor:
+        """The tile's view of a tensor broadcastable to (B, heads, M, N)."""
+        tile = self.tile
+        wanted = (
+            self.chunk.batch,
+            self.chunk.heads,
+            slice(tile.m_start, tile.m_end),
+            slice(tile.n_start, tile.n_end),
+        )
+        return bias[tuple(slice(None) if size == 1 else cut for size, cut in zip(bias.shape, wanted, strict=True))]
+
+
+def is_all_finite(*tensors: Tensor) -> bool:
+    """Whether products may run without care for 0 * NaN. Looking costs a synchronisation off the CPU: assume not."""
+    return all(x.device.type == "cpu" and bool(torch.isfinite(x).all()) for x in tensors)
+
+
+def add_product(acc: Tensor, weights: Tensor, operand: Tensor, visible: Tensor | None) -> None:
+    """``acc += weights @ operand`` in place, all batched over C.
+
+    With `visible` (bool, shaped as `weights`) an operand row that is not finite reaches only the rows of `acc` that
+    see it; without, 0 * NaN would poison the others.
+    """
+    if visible is None:
+        acc.baddbmm_(weights, operand)
+        return
+    finite = torch.isfinite(operand)
+    acc.baddbmm_(weights, operand.masked_fill(~finite, 0.0))
+    sees = visible.to(acc.dtype)
+    for is_kind, kind in (
+        (operand == _INFINITY, _INFINITY),
+        (operand == -_INFINITY, -_INFINITY),
+        (operand.isnan(), float("nan")),
+    ):
+        acc.add_(torch.zeros_like(acc).masked_fill_(torch.bmm(sees, is_kind.to(acc.dtype)) > 0, kind))

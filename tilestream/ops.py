@@ -1,0 +1,310 @@
+"""The PyTorch operators: schemas, fake kernels, autograd, vmap. One operator for dense and packed calls.
+
+``tilestream::attention`` -> (out, lse); ``tilestream::attention_backward`` -> (dq, dk, dv, dbias, dsinks); and its
+derivative ``tilestream::attention_double_backward``. A gradient that was not asked for is an empty tensor, because an
+operator returns tensors only. The backward chooses its backend anew: (out, lse) mean the same on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilestream import dispatch
+from tilestream.double_backward import double_backward
+from tilestream.problem import AttentionInputs, Problem
+from tilestream.spec import AttentionSpec, Band
+from tilestream.state import AttentionOutput
+
+__all__ = ["apply"]
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+)
+_NUM_INPUTS = len(AttentionInputs._fields)
+
+
+class _Numbers(NamedTuple):
+    """Everything of a call that is not a tensor, in the order of the operators' arguments."""
+
+    left: int | None
+    right: int | None
+    shift: int | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    scale: float
+    softcap: float
+    dropout_p: float
+    deterministic: bool
+    backend: str | None
+
+    def problem(self, inputs: AttentionInputs, *, is_backward: bool = False) -> Problem:
+        """The problem that these numbers and tensors are."""
+        spec = AttentionSpec(
+            band=Band(self.left, self.right),
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout_p=self.dropout_p,
+            has_bias=inputs.bias is not None,
+            has_alibi=inputs.alibi_slopes is not None,
+            has_sinks=inputs.sinks is not None,
+            deterministic=self.deterministic,
+        )
+        return Problem.from_inputs(
+            inputs,
+            spec,
+            shift=self.shift,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+            is_backward=is_backward,
+        )
+
+
+_NUMBERS = (
+    "SymInt? left, SymInt? right, SymInt? shift, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float scale, "
+    "float softcap, float dropout_p, bool deterministic, str? backend"
+)
+
+
+def apply(
+    inputs: AttentionInputs,
+    spec: AttentionSpec,
+    *,
+    shift: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    backend: str | None = None,
+) -> AttentionOutput:
+    """Run the operator on validated inputs; differentiable in query, key, value, bias and sinks."""
+    numbers = _Numbers(
+        spec.band.left,
+        spec.band.right,
+        shift,
+        max_seqlen_q,
+        max_seqlen_k,
+        spec.scale,
+        spec.softcap,
+        spec.dropout_p,
+        spec.deterministic,
+        backend,
+    )
+    out, lse = torch.ops.tilestream.attention(*inputs, *numbers)
+    return AttentionOutput(out, lse)
+
+
+def _split(arguments: tuple[Any, ...]) -> tuple[AttentionInputs, _Numbers]:
+    """Arguments of an operator, from `query` on, as tensors and numbers."""
+    inputs = AttentionInputs(*arguments[:_NUM_INPUTS])
+    return inputs, _Numbers(*arguments[_NUM_INPUTS : _NUM_INPUTS + len(_Numbers._fields)])
+
+
+def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if gradient is None else gradient
+
+
+def _lse_shape(query: Tensor) -> tuple[int, ...]:
+    """(batch, heads, seqlen_q), or (heads, total_q) for packed calls."""
+    return (*query.shape[:-3], query.shape[-2], query.shape[-3])
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+# ---- forward
+
+
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, numbers = _split(arguments)
+    problem = numbers.problem(inputs)
+    return tuple(dispatch.choose(problem, numbers.backend).forward(problem, inputs))  # type: ignore[return-value]
+
+
+def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    query, value = arguments[0], arguments[2]
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    return out, query.new_empty(_lse_shape(query), dtype=_lse_dtype(query))
+
+
+def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:_NUM_INPUTS], *output)
+    ctx.numbers = inputs[_NUM_INPUTS:]
+    # A gradient of lse that nobody asked for stays None, which spares reading zeros.
+    ctx.set_materialize_grads(False)
+
+
+def _attention_autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    num_gradients = _NUM_INPUTS + len(ctx.numbers)
+    if dout is None and dlse is None:
+        return (None,) * num_gradients
+    needs_dbias, needs_dsinks = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
+    dq, dk, dv, dbias, dsinks = torch.ops.tilestream.attention_backward(
+        torch.zeros_like(out) if dout is None else dout,
+        dlse,
+        *tensors,
+        *ctx.numbers,
+        out,
+        lse,
+        needs_dbias,
+        needs_dsinks,
+    )
+    gradients = (dq, dk, dv, dbias if needs_dbias else None, None, dsinks if needs_dsinks else None)
+    return gradients + (None,) * (num_gradients - len(gradients))
+
+
+# ---- backward
+
+
+def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    inputs, numbers = _split(arguments)
+    out, lse, needs_dbias, needs_dsinks = arguments[-4:]
+    problem = numbers.problem(inputs, is_backward=True)
+    backend = dispatch.choose(problem, numbers.backend)
+    output = AttentionOutput(out, lse)
+    gradients = backend.backward(problem, inputs, output, dout, dlse, needs_dbias, needs_dsinks)
+    return tuple(_or_empty(gradient, inputs.query) for gradient in gradients)
+
+
+def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    inputs, _ = _split(arguments)
+    *_, needs_dbias, needs_dsinks = arguments
+    wanted = (*inputs[:3], inputs.bias if needs_dbias else None, inputs.sinks if needs_dsinks else None)
+    return tuple(
+        dout.new_empty(0, dtype=inputs.query.dtype) if x is None else x.new_empty(x.shape) for x in wanted
+    )
+
+
+def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    dout, dlse, *arguments = inputs
+    ctx.save_for_backward(dout, dlse, *arguments[:_NUM_INPUTS])
+    ctx.numbers = tuple(arguments[_NUM_INPUTS:-4])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_autograd(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    """out and lse are functions of the inputs, so all of the derivative goes to the inputs and none to them."""
+    dout, dlse, *tensors = ctx.saved_tensors
+    query = tensors[0]
+    if dlse is None:
+        dlse = query.new_zeros(_lse_shape(query), dtype=_lse_dtype(query))
+    needs = ctx.needs_input_grad
+    d_dout, d_dlse, dq, dk, dv, dbias, dsinks = torch.ops.tilestream.attention_double_backward(
+        *cotangents, dout, dlse, *tensors, *ctx.numbers
+    )
+    gradients: list[Tensor | None] = [d_dout, d_dlse, dq, dk, dv, dbias, None, dsinks]
+    gradients = [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=False)]
+    return (*gradients, *(None,) * (len(needs) - len(gradients)))
+
+
+# ---- double backward
+
+
+def _double_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    cotangents, (dout, dlse) = arguments[:5], arguments[5:7]
+    inputs, numbers = _split(arguments[7:])
+    problem = numbers.problem(inputs, is_backward=True)
+    return tuple(
+        _or_empty(gradient, inputs.query) for gradient in double_backward(problem, inputs, dout, dlse, cotangents)
+    )
+
+
+def _double_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    dout, dlse = arguments[5:7]
+    inputs, _ = _split(arguments[7:])
+    wanted = (dout, dlse, *inputs[:4], inputs.sinks)
+    return tuple(
+        inputs.query.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted
+    )
+
+
+# ---- vmap
+
+# Tensors whose first dimension is the batch, so that a mapped dimension can join it.
+_BATCH_FIRST = {"query", "key", "value", "out", "lse", "dout", "dlse", "ddq", "ddk", "ddv"}
+
+
+def _vmap_rule(operator: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Fold the mapped dimension into the batch where the result cannot differ, else run one call per index."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], Any]:
+        given = dict(zip(names, arguments, strict=True))
+        mapped = {name for name, dim in zip(names, in_dims, strict=True) if dim is not None}
+        if mapped <= _BATCH_FIRST and _is_foldable(given):
+            folded = [
+                _fold(x, dim, info.batch_size) if name in _BATCH_FIRST and isinstance(x, Tensor) else x
+                for name, x, dim in zip(names, arguments, in_dims, strict=True)
+            ]
+            results = operator(*folded)
+            dims = tuple(None if result.dim() == 1 else 0 for result in results)
+            shaped = tuple(
+                result if dim is None else result.unflatten(0, (info.batch_size, -1 if result.numel() else 0))
+                for result, dim in zip(results, dims, strict=True)
+            )
+            return shaped, dims
+        per_index = [
+            operator(*(x if dim is None else x.select(dim, index) for x, dim in zip(arguments, in_dims, strict=True)))
+            for index in range(info.batch_size)
+        ]
+        stacked = tuple(torch.stack(results) for results in zip(*per_index, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    return rule
+
+
+def _is_foldable(given: dict[str, Any]) -> bool:
+    """A dense call in which no batch entry has anything of its own but query, key and value."""
+    bias, slopes = given["bias"], given["alibi_slopes"]
+    sums_over_batch = given.get("needs_dbias") or given.get("needs_dsinks") or "ddbias" in given
+    return (
+        given["cu_seqlens_q"] is None
+        and given["dropout_p"] == 0
+        and not (sums_over_batch and (bias is not None or given["sinks"] is not None))
+        and (bias is None or bias.shape[0] == 1)
+        and (slopes is None or slopes.dim() == 1)
+    )
+
+
+def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+# ---- registration
+
+
+def _define(
+    name: str, arguments: str, num_results: int, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> torch.library.CustomOpDef:
+    results = ", ".join(["Tensor"] * num_results)
+    operator = torch.library.custom_op(
+        f"tilestream::{name}", kernel, mutates_args=(), schema=f"({arguments}) -> ({results})"
+    )
+    operator.register_fake(fake)
+    names = tuple(argument.split()[-1] for argument in arguments.split(","))
+    torch.library.register_vmap(operator, _vmap_rule(operator, names))
+    return operator
+
+
+_define("attention", f"{_INPUTS}, {_NUMBERS}", 2, _attention, _attention_fake).register_autograd(
+    _attention_autograd, setup_context=_attention_setup
+)
+_define(
+    "attention_backward",
+    f"Tensor dout, Tensor? dlse, {_INPUTS}, {_NUMBERS}, Tensor out, Tensor lse, bool needs_dbias, bool needs_dsinks",
+    5,
+    _backward,
+    _backward_fake,
+).register_autograd(_backward_autograd, setup_context=_backward_setup)
+_define(
+    "attention_double_backward",
+    "Tensor? ddq, Tensor? ddk, Tensor? ddv, Tensor? ddbias, Tensor? ddsinks, Tensor dout, Tensor dlse, "
+    f"{_INPUTS}, {_NUMBERS}",
+    7,
+    _double_backward,
+    _double_backward_fake,
+)

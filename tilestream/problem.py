@@ -1,0 +1,333 @@
+"""One concrete call: its tensors, its sizes, and the only validation in the library."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilestream.errors import ArgumentError, DeviceError, DtypeError, ShapeError, describe_shapes
+from tilestream.spec import AttentionSpec
+
+__all__ = ["AttentionInputs", "Gradients", "Problem", "check_arguments", "check_cu_seqlens_values", "check_tensors", "crop_bias"]
+
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DENSE_AXES = "batch, seqlen, heads, head_dim"
+_VARLEN_AXES = "total_tokens, heads, head_dim"
+
+
+class AttentionInputs(NamedTuple):
+    """Every tensor of one call. Dense tensors have rank 4; with ``cu_seqlens_*`` they are packed and have rank 3."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    seed: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+    @property
+    def is_varlen(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+
+class Gradients(NamedTuple):
+    """Gradients of the differentiable inputs; ``dbias`` and ``dsinks`` are None unless they were asked for."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None = None
+    dsinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes and facts of one validated call; it can also be made without tensors, to ask what a call would cost.
+
+    For packed sequences ``seqlen_q`` and ``seqlen_k`` are the longest sequence, ``total_q`` and ``total_k`` the
+    packed lengths, and ``shift`` is None: each sequence aligns its own last query with its own last key.
+    """
+
+    batch: int
+    num_heads_q: int
+    num_heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device_type: str
+    spec: AttentionSpec
+    shift: int | None
+    layout: str = "dense"
+    total_q: int = 0
+    total_k: int = 0
+    is_backward: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @classmethod
+    def from_inputs(
+        cls,
+        inputs: AttentionInputs,
+        spec: AttentionSpec,
+        *,
+        shift: int | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        is_backward: bool = False,
+    ) -> Problem:
+        """The problem of already validated tensors."""
+        query, key, value = inputs.query, inputs.key, inputs.value
+        sizes: dict[str, Any] = {
+            "num_heads_q": query.shape[-2],
+            "num_heads_kv": key.shape[-2],
+            "head_dim": query.shape[-1],
+            "head_dim_v": value.shape[-1],
+            "dtype": query.dtype,
+            "device_type": query.device.type,
+            "spec": spec,
+            "is_backward": is_backward,
+        }
+        if inputs.cu_seqlens_q is None:
+            batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
+            shift = seqlen_k - seqlen_q if shift is None else shift
+            return cls(
+                batch=batch,
+                seqlen_q=seqlen_q,
+                seqlen_k=seqlen_k,
+                shift=shift,
+                total_q=batch * seqlen_q,
+                total_k=batch * seqlen_k,
+                **sizes,
+            )
+        total_q, total_k = query.shape[0], key.shape[0]
+        return cls(
+            batch=inputs.cu_seqlens_q.shape[0] - 1,
+            seqlen_q=total_q if max_seqlen_q is None else min(max_seqlen_q, total_q),
+            seqlen_k=total_k if max_seqlen_k is None else min(max_seqlen_k, total_k),
+            shift=None,
+            layout="varlen",
+            total_q=total_q,
+            total_k=total_k,
+            **sizes,
+        )
+
+
+def check_arguments(
+    *,
+    window: tuple[int | None, int | None] | None,
+    scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    shift: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> None:
+    """Validate the plain keyword arguments of one call."""
+    if window is not None:
+        if not isinstance(window, tuple | list) or len(window) != 2:
+            raise ArgumentError(f"window must be (left, right), two ints or None each; got {window!r}.")
+        for name, limit in zip(("left", "right"), window, strict=True):
+            if limit is not None and not _is_int(limit):
+                raise DtypeError(f"window {name} must be an int or None, got {type(limit).__name__}.")
+            if limit is not None and limit < 0:
+                raise ArgumentError(f"window {name} is {limit}, but must be at least 0; None means no limit.")
+    if scale is not None:
+        _check_number("scale", scale)
+    _check_number("softcap", softcap)
+    _check_number("dropout_p", dropout_p)
+    if softcap < 0:
+        raise ArgumentError(f"softcap is {softcap}, but must be at least 0; 0 turns it off.")
+    if not 0 <= dropout_p < 1:
+        raise ArgumentError(f"dropout_p is {dropout_p}, but must lie in [0, 1).")
+    for name, number in (("shift", shift), ("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if number is not None and not _is_int(number):
+            raise DtypeError(f"{name} must be an int, got {type(number).__name__}; pass int({name}).")
+        if number is not None and number < 0 and name != "shift":
+            raise ArgumentError(f"{name} is {number}, but must be at least 0.")
+
+
+def check_tensors(
+    inputs: AttentionInputs, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None
+) -> None:
+    """Validate the tensors of one call against each other. Reads no tensor's values."""
+    is_varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
+    _check_kinds(inputs, is_varlen)
+    query, key, value = inputs.query, inputs.key, inputs.value
+    axes = _VARLEN_AXES if is_varlen else _DENSE_AXES
+    shapes = describe_shapes({"query": query.shape, "key": key.shape, "value": value.shape}, axes)
+    if not is_varlen and not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise ShapeError(f"query, key and value have different batch sizes.{shapes}")
+    if key.shape[-3] != value.shape[-3]:
+        raise ShapeError(f"value has {value.shape[-3]} tokens but key has {key.shape[-3]}.{shapes}")
+    if key.shape[-2] != value.shape[-2]:
+        raise ShapeError(f"value has {value.shape[-2]} heads but key has {key.shape[-2]}.{shapes}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ShapeError(f"key has head_dim {key.shape[-1]} but query has head_dim {query.shape[-1]}.{shapes}")
+    if min(query.shape[-1], value.shape[-1], query.shape[-2], key.shape[-2]) < 1:
+        raise ShapeError(f"heads and head_dim must be at least 1.{shapes}")
+    if query.shape[-2] % key.shape[-2] != 0:
+        raise ShapeError(
+            f"query has {query.shape[-2]} heads, which is not a multiple of key's {key.shape[-2]}.{shapes}"
+            "\n  Each key head serves a whole group of query heads; if these are (batch, heads, seqlen, head_dim),"
+            " pass x.transpose(1, 2)."
+        )
+    batch = query.shape[0]
+    if is_varlen:
+        batch = _check_cu_seqlens(inputs, shapes)
+    seqlen_q = max_seqlen_q if is_varlen else query.shape[1]
+    seqlen_k = max_seqlen_k if is_varlen else key.shape[1]
+    _check_bias(inputs.bias, batch, query.shape[-2], seqlen_q, seqlen_k, is_varlen, shapes)
+    _check_per_head(inputs, batch, shapes)
+
+
+def check_cu_seqlens_values(inputs: AttentionInputs, max_seqlen_q: int | None, max_seqlen_k: int | None) -> None:
+    """Validate the *values* of cu_seqlens; only for tensors whose values cost no synchronisation (CPU)."""
+    query, key, bias = inputs.query, inputs.key, inputs.bias
+    for name, cu_seqlens, total, limit, axis in (
+        ("q", inputs.cu_seqlens_q, query.shape[0], max_seqlen_q, 2),
+        ("k", inputs.cu_seqlens_k, key.shape[0], max_seqlen_k, 3),
+    ):
+        assert cu_seqlens is not None
+        starts = cu_seqlens.tolist()
+        lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        longest = max(lengths, default=0)
+        if starts[0] != 0 or min(lengths, default=0) < 0:
+            raise ArgumentError(f"cu_seqlens_{name} must start at 0 and never decrease, got {_shorten(starts)}.")
+        if starts[-1] > total:
+            raise ArgumentError(f"cu_seqlens_{name} ends at {starts[-1]}, beyond the {total} tokens of the tensor.")
+        if limit is not None and longest > limit:
+            raise ArgumentError(f"max_seqlen_{name} is {limit}, but the longest sequence has {longest} tokens.")
+        if bias is not None and bias.shape[axis] not in (1,) and bias.shape[axis] < longest:
+            raise ShapeError(
+                f"bias is too small for sequences of {longest} tokens in seqlen_{name}: bias {tuple(bias.shape)}."
+            )
+
+
+
+
+def crop_bias(bias: Tensor, sequences: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """What packed `sequences` (L,) of one pair of lengths read of a bias: (L | 1, heads | 1, M | 1, N | 1).
+
+    Each sequence reads the top left corner of its own; broadcast dimensions stay 1. A view if nothing is picked.
+    """
+    bias = bias[sequences] if bias.shape[0] > 1 else bias
+    bias = bias[:, :, :seqlen_q] if bias.shape[2] > 1 else bias
+    return bias[..., :seqlen_k] if bias.shape[3] > 1 else bias
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, int | float | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
+        raise DtypeError(f"{name} must be a Python number, got {type(value).__name__}; pass float({name}).")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ArgumentError(f"{name} must be finite, got {value}.")
+
+
+def _check_kinds(inputs: AttentionInputs, is_varlen: bool) -> None:
+    """Every argument is a tensor of an accepted rank, dtype and device."""
+    names = AttentionInputs._fields
+    for name, tensor in zip(names, inputs, strict=True):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise DtypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
+    query, key, value = inputs.query, inputs.key, inputs.value
+    rank, axes = (3, _VARLEN_AXES) if is_varlen else (4, _DENSE_AXES)
+    shapes = describe_shapes({"query": query.shape, "key": key.shape, "value": value.shape}, axes)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != rank:
+            raise ShapeError(f"{name} must have rank {rank}, got rank {tensor.dim()}.{shapes}")
+    dtypes = f" Got query {query.dtype}, key {key.dtype}, value {value.dtype}."
+    if query.dtype not in SUPPORTED_DTYPES:
+        raise DtypeError(f"query must be float16, bfloat16, float32 or float64.{dtypes}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise DtypeError(f"query, key and value must share one dtype.{dtypes}\n  Cast them, or use torch.autocast.")
+    for name, tensor in zip(names, inputs, strict=True):
+        if tensor is not None and tensor.device != query.device:
+            raise DeviceError(f"{name} is on {tensor.device} but query is on {query.device}.{shapes}")
+
+
+def _check_cu_seqlens(inputs: AttentionInputs, shapes: str) -> int:
+    """Shapes and dtypes of cu_seqlens; returns the number of sequences."""
+    if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
+        raise ArgumentError(f"cu_seqlens_q and cu_seqlens_k must be given together.{shapes}")
+    for name, cu_seqlens in (("cu_seqlens_q", inputs.cu_seqlens_q), ("cu_seqlens_k", inputs.cu_seqlens_k)):
+        if cu_seqlens.dtype != torch.int32:
+            raise DtypeError(f"{name} must be int32, got {cu_seqlens.dtype}; pass {name}.to(torch.int32).")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ShapeError(f"{name} must be one-dimensional (batch + 1,), got {tuple(cu_seqlens.shape)}.{shapes}")
+    if inputs.cu_seqlens_q.shape != inputs.cu_seqlens_k.shape:
+        raise ShapeError(
+            f"cu_seqlens_q {tuple(inputs.cu_seqlens_q.shape)} and cu_seqlens_k {tuple(inputs.cu_seqlens_k.shape)}"
+            f" describe different numbers of sequences.{shapes}"
+        )
+    return inputs.cu_seqlens_q.shape[0] - 1
+
+
+def _check_bias(
+    bias: Tensor | None,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int | None,
+    seqlen_k: int | None,
+    is_varlen: bool,
+    shapes: str,
+) -> None:
+    if bias is None:
+        return
+    if not bias.is_floating_point():
+        raise DtypeError(
+            f"bias must be floating point, got {bias.dtype}; it is added to the scores. From a boolean mask"
+            " (True = attend) make torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)."
+        )
+    wanted = (batch, num_heads, seqlen_q, seqlen_k)
+    if bias.dim() != 4:
+        raise ShapeError(f"bias must have rank 4 and broadcast to {wanted}, got {tuple(bias.shape)}.{shapes}")
+    for axis, size in enumerate(wanted):
+        given = bias.shape[axis]
+        # A packed call reads the top left corner of each sequence's bias, so a larger bias is fine there.
+        fits = size is None or given in (1, size) or (is_varlen and axis >= 2 and given >= size)
+        if not fits:
+            raise ShapeError(
+                f"bias {tuple(bias.shape)} does not broadcast to (batch, heads, seqlen_q, seqlen_k) = {wanted}.{shapes}"
+            )
+
+
+def _check_per_head(inputs: AttentionInputs, batch: int, shapes: str) -> None:
+    """alibi_slopes (heads,) or (batch, heads); sinks (heads,); seed of one element."""
+    num_heads = inputs.query.shape[-2]
+    slopes, sinks, seed = inputs.alibi_slopes, inputs.sinks, inputs.seed
+    if slopes is not None:
+        if tuple(slopes.shape) not in ((num_heads,), (batch, num_heads)):
+            raise ShapeError(
+                f"alibi_slopes must be ({num_heads},) or ({batch}, {num_heads}), got {tuple(slopes.shape)}.{shapes}"
+            )
+        if not slopes.is_floating_point():
+            raise DtypeError(f"alibi_slopes must be floating point, got {slopes.dtype}.")
+        if slopes.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError("alibi_slopes has no gradient; pass alibi_slopes.detach(), or learn a bias instead.")
+    if sinks is not None:
+        if tuple(sinks.shape) != (num_heads,):
+            raise ShapeError(f"sinks must be ({num_heads},), one per query head, got {tuple(sinks.shape)}.{shapes}")
+        if not sinks.is_floating_point():
+            raise DtypeError(f"sinks must be floating point, got {sinks.dtype}.")
+    if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
+        raise DtypeError(f"seed must be an int or one int64 element, got {seed.dtype} {tuple(seed.shape)}.")
+
+
+def _shorten(values: list[int], most: int = 8) -> str:
+    listed = ", ".join(str(value) for value in values[:most])
+    return f"[{listed}{', ...' if len(values) > most else ''}]"
