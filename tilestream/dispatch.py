@@ -6,11 +6,13 @@ import functools
 import importlib
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from tilestream.backends.base import Backend
 from tilestream.errors import ArgumentError, UnsupportedError
-from tilestream.problem import Problem
+from tilestream.problem import AttentionInputs, DoubleGradients, Problem
 
-__all__ = ["BACKENDS", "Explanation", "backend", "choose", "explain"]
+__all__ = ["BACKENDS", "Explanation", "backend", "choose", "double_backward", "explain"]
 
 # In order of preference; each names a module with a `BACKEND` object, imported when it is first asked.
 _MODULES = {"cpu": "tilestream.backends.cpu"}
@@ -59,7 +61,7 @@ def explain(problem: Problem, backend: str | None = None) -> Explanation:
 
     Example:
         >>> import torch
-        >>> from tilestream.problem import Problem
+        >>> from tilestream.problem import AttentionInputs, DoubleGradients, Problem
         >>> from tilestream.spec import AttentionSpec
         >>> problem = Problem(1, 8, 2, 4096, 4096, 64, 64, torch.float32, "cpu", AttentionSpec(), shift=0)
         >>> explain(problem).chosen
@@ -90,6 +92,16 @@ def choose(problem: Problem, name: str | None) -> Backend:
     hint = f"{', '.join(able)} can; pass backend=None to let tilestream choose." if able else "No backend can."
     named = f"backend {name!r}" if name else "tilestream"
     raise UnsupportedError(f"{named} cannot run this call. {hint}\n{everyone}")
+
+
+def double_backward(
+    problem: Problem, inputs: AttentionInputs, dout: Tensor, dlse: Tensor, cotangents: tuple[Tensor | None, ...]
+) -> DoubleGradients:
+    """The derivative of the backward, for every backend: one implementation, on any device, in O(seqlen) memory."""
+    from tilestream.backends.cpu.double_backward import Cotangents
+    from tilestream.backends.cpu.varlen import double_backward as implementation
+
+    return implementation(problem, inputs, dout, dlse, Cotangents(*cotangents))
 
 
 # `backend` is also the public name of an argument above, so the loader needs another name inside those functions.

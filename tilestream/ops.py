@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tilestream import dispatch
-from tilestream.double_backward import double_backward
 from tilestream.problem import AttentionInputs, Problem
 from tilestream.spec import AttentionSpec, Band
 from tilestream.state import AttentionOutput
@@ -92,8 +91,15 @@ def apply(
         spec.deterministic,
         backend,
     )
-    out, lse = torch.ops.tilestream.attention(*inputs, *numbers)
-    return AttentionOutput(out, lse)
+    return AttentionOutput(*_call("attention", *inputs, *numbers))
+
+
+def _call(name: str, *arguments: Any) -> tuple[Tensor, ...]:
+    """Call an operator; under torch.func transforms through an autograd.Function, which those can differentiate."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        results: tuple[Tensor, ...] = _FUNCTIONS[name].apply(*arguments)
+        return results
+    return getattr(torch.ops.tilestream, name)(*arguments)  # type: ignore[no-any-return]
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[AttentionInputs, _Numbers]:
@@ -143,7 +149,8 @@ def _attention_autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> t
     if dout is None and dlse is None:
         return (None,) * num_gradients
     needs_dbias, needs_dsinks = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
-    dq, dk, dv, dbias, dsinks = torch.ops.tilestream.attention_backward(
+    dq, dk, dv, dbias, dsinks = _call(
+        "attention_backward",
         torch.zeros_like(out) if dout is None else dout,
         dlse,
         *tensors,
@@ -208,9 +215,8 @@ def _double_backward(*arguments: Any) -> tuple[Tensor, ...]:
     cotangents, (dout, dlse) = arguments[:5], arguments[5:7]
     inputs, numbers = _split(arguments[7:])
     problem = numbers.problem(inputs, is_backward=True)
-    return tuple(
-        _or_empty(gradient, inputs.query) for gradient in double_backward(problem, inputs, dout, dlse, cotangents)
-    )
+    gradients = dispatch.double_backward(problem, inputs, dout, dlse, cotangents)
+    return tuple(_or_empty(gradient, inputs.query) for gradient in gradients)
 
 
 def _double_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -277,9 +283,14 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
 # ---- registration
 
 
-def _define(
-    name: str, arguments: str, num_results: int, kernel: Callable[..., Any], fake: Callable[..., Any]
-) -> torch.library.CustomOpDef:
+class _Formulas(NamedTuple):
+    """How autograd differentiates one operator."""
+
+    setup_context: Callable[..., None]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+
+
+def _define(name: str, arguments: str, num_results: int, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     results = ", ".join(["Tensor"] * num_results)
     operator = torch.library.custom_op(
         f"tilestream::{name}", kernel, mutates_args=(), schema=f"({arguments}) -> ({results})"
@@ -290,16 +301,35 @@ def _define(
     return operator
 
 
-_define("attention", f"{_INPUTS}, {_NUMBERS}", 2, _attention, _attention_fake).register_autograd(
-    _attention_autograd, setup_context=_attention_setup
-)
-_define(
-    "attention_backward",
-    f"Tensor dout, Tensor? dlse, {_INPUTS}, {_NUMBERS}, Tensor out, Tensor lse, bool needs_dbias, bool needs_dsinks",
-    5,
-    _backward,
-    _backward_fake,
-).register_autograd(_backward_autograd, setup_context=_backward_setup)
+def _differentiable(operator: Any, formulas: _Formulas) -> type[torch.autograd.Function]:
+    """Register autograd, and return the same formulas as a Function for torch.func."""
+    operator.register_autograd(formulas.backward, setup_context=formulas.setup_context)
+    members = {
+        "forward": staticmethod(lambda *arguments: operator(*arguments)),
+        "setup_context": staticmethod(lambda ctx, inputs, output: formulas.setup_context(ctx, inputs, output)),
+        "backward": staticmethod(formulas.backward),
+        "generate_vmap_rule": True,
+    }
+    return type(f"{operator._name}_function", (torch.autograd.Function,), members)
+
+
+_FUNCTIONS = {
+    "attention": _differentiable(
+        _define("attention", f"{_INPUTS}, {_NUMBERS}", 2, _attention, _attention_fake),
+        _Formulas(_attention_setup, _attention_autograd),
+    ),
+    "attention_backward": _differentiable(
+        _define(
+            "attention_backward",
+            f"Tensor dout, Tensor? dlse, {_INPUTS}, {_NUMBERS}, Tensor out, Tensor lse, bool needs_dbias, "
+            "bool needs_dsinks",
+            5,
+            _backward,
+            _backward_fake,
+        ),
+        _Formulas(_backward_setup, _backward_autograd),
+    ),
+}
 _define(
     "attention_double_backward",
     "Tensor? ddq, Tensor? ddk, Tensor? ddv, Tensor? ddbias, Tensor? ddsinks, Tensor dout, Tensor dlse, "

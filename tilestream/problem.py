@@ -12,7 +12,7 @@ from torch import Tensor
 from tilestream.errors import ArgumentError, DeviceError, DtypeError, ShapeError, describe_shapes
 from tilestream.spec import AttentionSpec
 
-__all__ = ["AttentionInputs", "Gradients", "Problem", "check_arguments", "check_cu_seqlens_values", "check_tensors", "crop_bias"]
+__all__ = ["AttentionInputs", "DoubleGradients", "Gradients", "Problem", "check_arguments", "check_cu_seqlens_values", "check_tensors", "crop_bias"]
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DENSE_AXES = "batch, seqlen, heads, head_dim"
@@ -45,6 +45,18 @@ class Gradients(NamedTuple):
     dv: Tensor
     dbias: Tensor | None = None
     dsinks: Tensor | None = None
+
+
+class DoubleGradients(NamedTuple):
+    """Gradients with respect to everything that the backward reads; None where the call has no such tensor."""
+
+    dout: Tensor
+    dlse: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -165,31 +177,29 @@ def check_tensors(
     is_varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
     _check_kinds(inputs, is_varlen)
     query, key, value = inputs.query, inputs.key, inputs.value
-    axes = _VARLEN_AXES if is_varlen else _DENSE_AXES
-    shapes = describe_shapes({"query": query.shape, "key": key.shape, "value": value.shape}, axes)
     if not is_varlen and not query.shape[0] == key.shape[0] == value.shape[0]:
-        raise ShapeError(f"query, key and value have different batch sizes.{shapes}")
+        raise ShapeError(f"query, key and value have different batch sizes.{_shapes(inputs)}")
     if key.shape[-3] != value.shape[-3]:
-        raise ShapeError(f"value has {value.shape[-3]} tokens but key has {key.shape[-3]}.{shapes}")
+        raise ShapeError(f"value has {value.shape[-3]} tokens but key has {key.shape[-3]}.{_shapes(inputs)}")
     if key.shape[-2] != value.shape[-2]:
-        raise ShapeError(f"value has {value.shape[-2]} heads but key has {key.shape[-2]}.{shapes}")
+        raise ShapeError(f"value has {value.shape[-2]} heads but key has {key.shape[-2]}.{_shapes(inputs)}")
     if query.shape[-1] != key.shape[-1]:
-        raise ShapeError(f"key has head_dim {key.shape[-1]} but query has head_dim {query.shape[-1]}.{shapes}")
+        raise ShapeError(f"key has head_dim {key.shape[-1]} but query has head_dim {query.shape[-1]}.{_shapes(inputs)}")
     if min(query.shape[-1], value.shape[-1], query.shape[-2], key.shape[-2]) < 1:
-        raise ShapeError(f"heads and head_dim must be at least 1.{shapes}")
+        raise ShapeError(f"heads and head_dim must be at least 1.{_shapes(inputs)}")
     if query.shape[-2] % key.shape[-2] != 0:
         raise ShapeError(
-            f"query has {query.shape[-2]} heads, which is not a multiple of key's {key.shape[-2]}.{shapes}"
+            f"query has {query.shape[-2]} heads, which is not a multiple of key's {key.shape[-2]}.{_shapes(inputs)}"
             "\n  Each key head serves a whole group of query heads; if these are (batch, heads, seqlen, head_dim),"
             " pass x.transpose(1, 2)."
         )
     batch = query.shape[0]
     if is_varlen:
-        batch = _check_cu_seqlens(inputs, shapes)
+        batch = _check_cu_seqlens(inputs)
     seqlen_q = max_seqlen_q if is_varlen else query.shape[1]
     seqlen_k = max_seqlen_k if is_varlen else key.shape[1]
-    _check_bias(inputs.bias, batch, query.shape[-2], seqlen_q, seqlen_k, is_varlen, shapes)
-    _check_per_head(inputs, batch, shapes)
+    _check_bias(inputs, (batch, query.shape[-2], seqlen_q, seqlen_k))
+    _check_per_head(inputs, batch)
 
 
 def check_cu_seqlens_values(inputs: AttentionInputs, max_seqlen_q: int | None, max_seqlen_k: int | None) -> None:
@@ -245,47 +255,39 @@ def _check_kinds(inputs: AttentionInputs, is_varlen: bool) -> None:
         if tensor is not None and not isinstance(tensor, Tensor):
             raise DtypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
     query, key, value = inputs.query, inputs.key, inputs.value
-    rank, axes = (3, _VARLEN_AXES) if is_varlen else (4, _DENSE_AXES)
-    shapes = describe_shapes({"query": query.shape, "key": key.shape, "value": value.shape}, axes)
+    rank = 3 if is_varlen else 4
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != rank:
-            raise ShapeError(f"{name} must have rank {rank}, got rank {tensor.dim()}.{shapes}")
-    dtypes = f" Got query {query.dtype}, key {key.dtype}, value {value.dtype}."
+            raise ShapeError(f"{name} must have rank {rank}, got rank {tensor.dim()}.{_shapes(inputs)}")
     if query.dtype not in SUPPORTED_DTYPES:
-        raise DtypeError(f"query must be float16, bfloat16, float32 or float64.{dtypes}")
+        raise DtypeError(f"query must be float16, bfloat16, float32 or float64.{_dtypes(inputs)}")
     if not query.dtype == key.dtype == value.dtype:
-        raise DtypeError(f"query, key and value must share one dtype.{dtypes}\n  Cast them, or use torch.autocast.")
+        raise DtypeError(f"query, key and value must share one dtype.{_dtypes(inputs)}\n  Cast them, or use torch.autocast.")
     for name, tensor in zip(names, inputs, strict=True):
         if tensor is not None and tensor.device != query.device:
-            raise DeviceError(f"{name} is on {tensor.device} but query is on {query.device}.{shapes}")
+            raise DeviceError(f"{name} is on {tensor.device} but query is on {query.device}.{_shapes(inputs)}")
 
 
-def _check_cu_seqlens(inputs: AttentionInputs, shapes: str) -> int:
+def _check_cu_seqlens(inputs: AttentionInputs) -> int:
     """Shapes and dtypes of cu_seqlens; returns the number of sequences."""
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
-        raise ArgumentError(f"cu_seqlens_q and cu_seqlens_k must be given together.{shapes}")
+        raise ArgumentError(f"cu_seqlens_q and cu_seqlens_k must be given together.{_shapes(inputs)}")
     for name, cu_seqlens in (("cu_seqlens_q", inputs.cu_seqlens_q), ("cu_seqlens_k", inputs.cu_seqlens_k)):
         if cu_seqlens.dtype != torch.int32:
             raise DtypeError(f"{name} must be int32, got {cu_seqlens.dtype}; pass {name}.to(torch.int32).")
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ShapeError(f"{name} must be one-dimensional (batch + 1,), got {tuple(cu_seqlens.shape)}.{shapes}")
+            raise ShapeError(f"{name} must be one-dimensional (batch + 1,), got {tuple(cu_seqlens.shape)}.{_shapes(inputs)}")
     if inputs.cu_seqlens_q.shape != inputs.cu_seqlens_k.shape:
         raise ShapeError(
             f"cu_seqlens_q {tuple(inputs.cu_seqlens_q.shape)} and cu_seqlens_k {tuple(inputs.cu_seqlens_k.shape)}"
-            f" describe different numbers of sequences.{shapes}"
+            f" describe different numbers of sequences.{_shapes(inputs)}"
         )
     return inputs.cu_seqlens_q.shape[0] - 1
 
 
-def _check_bias(
-    bias: Tensor | None,
-    batch: int,
-    num_heads: int,
-    seqlen_q: int | None,
-    seqlen_k: int | None,
-    is_varlen: bool,
-    shapes: str,
-) -> None:
+def _check_bias(inputs: AttentionInputs, wanted: tuple[int | None, ...]) -> None:
+    """The bias broadcasts to `wanted`, (batch, heads, seqlen_q, seqlen_k); None is a length that is not known."""
+    bias = inputs.bias
     if bias is None:
         return
     if not bias.is_floating_point():
@@ -293,27 +295,26 @@ def _check_bias(
             f"bias must be floating point, got {bias.dtype}; it is added to the scores. From a boolean mask"
             " (True = attend) make torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)."
         )
-    wanted = (batch, num_heads, seqlen_q, seqlen_k)
     if bias.dim() != 4:
-        raise ShapeError(f"bias must have rank 4 and broadcast to {wanted}, got {tuple(bias.shape)}.{shapes}")
+        raise ShapeError(f"bias must have rank 4 and broadcast to {wanted}, got {tuple(bias.shape)}.{_shapes(inputs)}")
     for axis, size in enumerate(wanted):
         given = bias.shape[axis]
         # A packed call reads the top left corner of each sequence's bias, so a larger bias is fine there.
-        fits = size is None or given in (1, size) or (is_varlen and axis >= 2 and given >= size)
+        fits = size is None or given in (1, size) or (inputs.is_varlen and axis >= 2 and given >= size)
         if not fits:
             raise ShapeError(
-                f"bias {tuple(bias.shape)} does not broadcast to (batch, heads, seqlen_q, seqlen_k) = {wanted}.{shapes}"
+                f"bias {tuple(bias.shape)} does not broadcast to (batch, heads, seqlen_q, seqlen_k) = {wanted}.{_shapes(inputs)}"
             )
 
 
-def _check_per_head(inputs: AttentionInputs, batch: int, shapes: str) -> None:
+def _check_per_head(inputs: AttentionInputs, batch: int) -> None:
     """alibi_slopes (heads,) or (batch, heads); sinks (heads,); seed of one element."""
     num_heads = inputs.query.shape[-2]
     slopes, sinks, seed = inputs.alibi_slopes, inputs.sinks, inputs.seed
     if slopes is not None:
         if tuple(slopes.shape) not in ((num_heads,), (batch, num_heads)):
             raise ShapeError(
-                f"alibi_slopes must be ({num_heads},) or ({batch}, {num_heads}), got {tuple(slopes.shape)}.{shapes}"
+                f"alibi_slopes must be ({num_heads},) or ({batch}, {num_heads}), got {tuple(slopes.shape)}.{_shapes(inputs)}"
             )
         if not slopes.is_floating_point():
             raise DtypeError(f"alibi_slopes must be floating point, got {slopes.dtype}.")
@@ -321,11 +322,22 @@ def _check_per_head(inputs: AttentionInputs, batch: int, shapes: str) -> None:
             raise ArgumentError("alibi_slopes has no gradient; pass alibi_slopes.detach(), or learn a bias instead.")
     if sinks is not None:
         if tuple(sinks.shape) != (num_heads,):
-            raise ShapeError(f"sinks must be ({num_heads},), one per query head, got {tuple(sinks.shape)}.{shapes}")
+            raise ShapeError(f"sinks must be ({num_heads},), one per query head, got {tuple(sinks.shape)}.{_shapes(inputs)}")
         if not sinks.is_floating_point():
             raise DtypeError(f"sinks must be floating point, got {sinks.dtype}.")
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
         raise DtypeError(f"seed must be an int or one int64 element, got {seed.dtype} {tuple(seed.shape)}.")
+
+
+def _shapes(inputs: AttentionInputs) -> str:
+    """The line that every shape error ends with. Made only when an error is: torch.compile cannot trace it."""
+    tensors = {name: x.shape for name, x in zip(inputs._fields, inputs, strict=True) if x is not None and name != "seed"}
+    is_varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
+    return describe_shapes(tensors, _VARLEN_AXES if is_varlen else _DENSE_AXES)
+
+
+def _dtypes(inputs: AttentionInputs) -> str:
+    return f" Got query {inputs.query.dtype}, key {inputs.key.dtype}, value {inputs.value.dtype}."
 
 
 def _shorten(values: list[int], most: int = 8) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilestream.backends.cpu.layout import Chunk, DenseCall, chunks, compute_dtype, pack_rows, tile_shape
-from tilestream.backends.cpu.score import ScoreTile, add_product, is_all_finite
+from tilestream.backends.cpu.score import ScoreTile, add_product, is_all_finite, per_row
 from tilestream.state import AttentionOutput, SoftmaxState
 from tilestream.tiles import tile_row
 
@@ -78,8 +78,7 @@ def _initial_state(call: DenseCall, chunk: Chunk, num_rows: int, v: Tensor) -> S
     if call.sinks is None:
         rows = (chunk.num_groups, chunk.group * num_rows)
         return SoftmaxState.identity(rows, v.shape[-1], v.dtype, v.device)
-    sink = call.sinks[chunk.heads].to(v.dtype).view(1, chunk.num_heads_kv, chunk.group, 1)
-    sink = sink.expand(chunk.num_batch, -1, -1, num_rows).reshape(chunk.num_groups, -1, 1)
+    sink = per_row(call.sinks, chunk, num_rows, v.dtype)
     return SoftmaxState.from_sink(sink, v.shape[-1])
 
 

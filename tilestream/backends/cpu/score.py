@@ -14,7 +14,7 @@ from tilestream.backends.cpu.layout import Chunk, DenseCall
 from tilestream.dropout import keep_mask
 from tilestream.tiles import Tile, TileKind
 
-__all__ = ["ScoreTile", "add_product", "is_all_finite"]
+__all__ = ["ScoreTile", "add_product", "is_all_finite", "per_row"]
 
 _INFINITY = float("inf")
 
@@ -33,12 +33,12 @@ class ScoreTile:
         if spec.softcap > 0:
             s_mn.div_(spec.softcap).tanh_().mul_(spec.softcap)
         if self.call.bias is not None:
-            self._by_position(s_mn).add_(self._bias_block(self.call.bias))
+            self.by_position(s_mn).add_(self.bias_block(self.call.bias))
         if self.call.alibi_slopes is not None:
             slopes = self._per_head(self.call.alibi_slopes).to(s_mn.dtype)
-            self._by_position(s_mn).addcmul_(slopes, self._distance().abs().to(s_mn.dtype), value=-1)
+            self.by_position(s_mn).addcmul_(slopes, self._distance().abs().to(s_mn.dtype), value=-1)
         if self.tile.kind is TileKind.PARTIAL:
-            self._by_position(s_mn).masked_fill_(self._hidden(), -_INFINITY)
+            self.by_position(s_mn).masked_fill_(self._hidden(), -_INFINITY)
         return s_mn
 
     def backward(self, ds_mn: Tensor, raw_mn: Tensor | None, dbias: Tensor | None) -> Tensor:
@@ -47,15 +47,18 @@ class ScoreTile:
         `raw_mn` is only needed, and then overwritten, where softcap is on. `dbias` is added to, where given.
         """
         if dbias is not None:
-            block = self._bias_block(dbias)
-            broadcast = [axis for axis, size in enumerate(dbias.shape) if size == 1]
-            gradient = self._by_position(ds_mn)
-            block.add_(gradient.sum(dim=broadcast, keepdim=True) if broadcast else gradient)
+            self.add_bias_gradient(ds_mn, dbias)
         if raw_mn is not None:
             tanh_mn = raw_mn.div_(self.call.problem.spec.softcap).tanh_()
             # d tanh(x) = 1 - tanh(x)^2
             ds_mn.addcmul_(ds_mn, tanh_mn.square_(), value=-1)
         return ds_mn
+
+    def add_bias_gradient(self, ds_mn: Tensor, dbias: Tensor) -> None:
+        """Add the tile's gradients to `dbias` in place, summed over the dimensions that the bias broadcasts."""
+        broadcast = [axis for axis, size in enumerate(dbias.shape) if size == 1]
+        gradient = self.by_position(ds_mn)
+        self.bias_block(dbias).add_(gradient.sum(dim=broadcast, keepdim=True) if broadcast else gradient)
 
     def dropout_factor(self, dtype: torch.dtype) -> Tensor | None:
         """(C, G * m, n): 0 where a weight is dropped, 1 / (1 - dropout_p) where it is kept; None without dropout."""
@@ -75,7 +78,7 @@ class ScoreTile:
         factor = kept.to(dtype).div_(1.0 - dropout_p)
         return factor.view(self.chunk.num_groups, -1, tile.n_end - tile.n_start)
 
-    def _by_position(self, x: Tensor) -> Tensor:
+    def by_position(self, x: Tensor) -> Tensor:
         """(C, G * m, n) viewed as (b, heads, m, n)."""
         return x.view(self.chunk.num_batch, -1, self.tile.m_end - self.tile.m_start, x.shape[-1])
 
@@ -97,7 +100,7 @@ class ScoreTile:
         x = x[None] if x.dim() == 1 else x[self.chunk.batch]
         return x[:, self.chunk.heads, None, None]
 
-    def _bias_block(self, bias: Tensor) -> Tensor:
+    def bias_block(self, bias: Tensor) -> Tensor:
         """The tile's view of a tensor broadcastable to (B, heads, M, N)."""
         tile = self.tile
         wanted = (
@@ -107,6 +110,12 @@ class ScoreTile:
             slice(tile.n_start, tile.n_end),
         )
         return bias[tuple(slice(None) if size == 1 else cut for size, cut in zip(bias.shape, wanted, strict=True))]
+
+
+def per_row(x: Tensor, chunk: Chunk, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """(heads,) as (C, G * m, 1): each packed query row's own number."""
+    by_head = x[chunk.heads].to(dtype).view(1, chunk.num_heads_kv, chunk.group, 1)
+    return by_head.expand(chunk.num_batch, -1, -1, num_rows).reshape(chunk.num_groups, -1, 1)
 
 
 def is_all_finite(*tensors: Tensor) -> bool:

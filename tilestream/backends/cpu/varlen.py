@@ -13,11 +13,13 @@ from torch import Tensor
 
 from tilestream.backends.cpu import backward as dense_backward
 from tilestream.backends.cpu import forward as dense_forward
+from tilestream.backends.cpu.double_backward import Cotangents
+from tilestream.backends.cpu.double_backward import double_backward as dense_double_backward
 from tilestream.backends.cpu.layout import DenseCall, compute_dtype
-from tilestream.problem import AttentionInputs, Gradients, Problem, crop_bias
+from tilestream.problem import AttentionInputs, DoubleGradients, Gradients, Problem, crop_bias
 from tilestream.state import AttentionOutput
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "double_backward", "forward"]
 
 
 def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
@@ -79,13 +81,57 @@ def _packed_backward(
         )
         dq[rows], dk[keys], dv[keys] = part.dq, part.dk, part.dv
         if dbias is not None and part.dbias is not None:
-            crop = sequences.crop(dbias)
-            crop += part.dbias
-            if dbias.shape[0] > 1:
-                dbias[sequences.call.batch_index, :, : crop.shape[2], : crop.shape[3]] = crop
+            sequences.add_to_bias(dbias, part.dbias)
         if dsinks is not None and part.dsinks is not None:
             dsinks += part.dsinks
     return Gradients(dq, dk, dv, dbias, dsinks)
+
+
+def double_backward(
+    problem: Problem, inputs: AttentionInputs, dout: Tensor, dlse: Tensor, cotangents: Cotangents
+) -> DoubleGradients:
+    """The derivative of `backward`, in the dtypes of the tensors that the gradients belong to."""
+    operands = (dout, dlse, *inputs[:4], inputs.sinks)
+    if inputs.is_varlen:
+        dtype = compute_dtype(inputs.query.dtype)
+        totals = DoubleGradients(
+            *(None if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in operands)  # type: ignore[arg-type]
+        )
+        for sequences in _batches(problem, inputs):
+            _add_double_gradients(sequences, dout, dlse, cotangents, totals)
+    else:
+        totals = dense_double_backward(_dense_call(problem, inputs), dout, dlse, cotangents)
+    return DoubleGradients(
+        *(None if x is None or total is None else total.to(x.dtype) for total, x in zip(totals, operands, strict=True))  # type: ignore[arg-type]
+    )
+
+
+def _add_double_gradients(
+    sequences: _Batch, dout: Tensor, dlse: Tensor, cotangents: Cotangents, totals: DoubleGradients
+) -> None:
+    rows, keys = sequences.rows, sequences.keys
+
+    def at(x: Tensor | None, index: Tensor) -> Tensor | None:
+        return None if x is None else x[index]
+
+    part = dense_double_backward(
+        sequences.call,
+        dout[rows],
+        dlse[:, rows].transpose(0, 1),
+        Cotangents(
+            at(cotangents.dq, rows),
+            at(cotangents.dk, keys),
+            at(cotangents.dv, keys),
+            None if cotangents.dbias is None else sequences.crop(cotangents.dbias),
+            cotangents.dsinks,
+        ),
+    )
+    totals.dout[rows], totals.query[rows], totals.dlse[:, rows] = part.dout, part.query, part.dlse.transpose(0, 1)
+    totals.key[keys], totals.value[keys] = part.key, part.value
+    if totals.bias is not None and part.bias is not None:
+        sequences.add_to_bias(totals.bias, part.bias)
+    if totals.sinks is not None and part.sinks is not None:
+        totals.sinks.add_(part.sinks)
 
 
 @dataclass(frozen=True)
@@ -99,6 +145,11 @@ class _Batch:
     def crop(self, bias: Tensor) -> Tensor:
         """The part (L | 1, heads | 1, M | 1, N | 1) of a packed call's bias that these sequences read."""
         return crop_bias(bias, self.call.batch_index, self.rows.shape[1], self.keys.shape[1])
+
+    def add_to_bias(self, total: Tensor, part: Tensor) -> None:
+        """Add these sequences' bias gradients to the packed call's, in place."""
+        entries = self.call.batch_index if total.shape[0] > 1 else slice(None)
+        total[entries, :, : part.shape[2], : part.shape[3]] += part
 
 
 def _dense_call(problem: Problem, inputs: AttentionInputs) -> DenseCall:
