@@ -351,4 +351,9 @@ def _spec(inputs: AttentionInputs, options: _Options) -> AttentionSpec:
 
 def _values_are_readable(tensor: Tensor | None) -> bool:
     """Whether reading the values is free: a plain CPU tensor, outside tracing."""
-    return tensor is not None and type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    return (
+        tensor is not None
+        and type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    )

@@ -181,9 +181,7 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[
     inputs, _ = _split(arguments)
     *_, needs_dbias, needs_dsinks = arguments
     wanted = (*inputs[:3], inputs.bias if needs_dbias else None, inputs.sinks if needs_dsinks else None)
-    return tuple(
-        dout.new_empty(0, dtype=inputs.query.dtype) if x is None else x.new_empty(x.shape) for x in wanted
-    )
+    return tuple(dout.new_empty(0, dtype=inputs.query.dtype) if x is None else x.new_empty(x.shape) for x in wanted)
 
 
 def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -223,9 +221,7 @@ def _double_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     dout, dlse = arguments[5:7]
     inputs, _ = _split(arguments[7:])
     wanted = (dout, dlse, *inputs[:4], inputs.sinks)
-    return tuple(
-        inputs.query.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted
-    )
+    return tuple(inputs.query.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
 
 
 # ---- vmap

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +13,16 @@ from torch import Tensor
 from tilestream.errors import ArgumentError, DeviceError, DtypeError, ShapeError, describe_shapes
 from tilestream.spec import AttentionSpec
 
-__all__ = ["AttentionInputs", "DoubleGradients", "Gradients", "Problem", "check_arguments", "check_cu_seqlens_values", "check_tensors", "crop_bias"]
+__all__ = [
+    "AttentionInputs",
+    "DoubleGradients",
+    "Gradients",
+    "Problem",
+    "check_arguments",
+    "check_cu_seqlens_values",
+    "check_tensors",
+    "crop_bias",
+]
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DENSE_AXES = "batch, seqlen, heads, head_dim"
@@ -170,9 +180,7 @@ def check_arguments(
             raise ArgumentError(f"{name} is {number}, but must be at least 0.")
 
 
-def check_tensors(
-    inputs: AttentionInputs, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None
-) -> None:
+def check_tensors(inputs: AttentionInputs, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> None:
     """Validate the tensors of one call against each other. Reads no tensor's values."""
     is_varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
     _check_kinds(inputs, is_varlen)
@@ -211,7 +219,7 @@ def check_cu_seqlens_values(inputs: AttentionInputs, max_seqlen_q: int | None, m
     ):
         assert cu_seqlens is not None
         starts = cu_seqlens.tolist()
-        lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        lengths = [stop - start for start, stop in itertools.pairwise(starts)]
         longest = max(lengths, default=0)
         if starts[0] != 0 or min(lengths, default=0) < 0:
             raise ArgumentError(f"cu_seqlens_{name} must start at 0 and never decrease, got {_shorten(starts)}.")
@@ -223,8 +231,6 @@ def check_cu_seqlens_values(inputs: AttentionInputs, max_seqlen_q: int | None, m
             raise ShapeError(
                 f"bias is too small for sequences of {longest} tokens in seqlen_{name}: bias {tuple(bias.shape)}."
             )
-
-
 
 
 def crop_bias(bias: Tensor, sequences: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -262,7 +268,9 @@ def _check_kinds(inputs: AttentionInputs, is_varlen: bool) -> None:
     if query.dtype not in SUPPORTED_DTYPES:
         raise DtypeError(f"query must be float16, bfloat16, float32 or float64.{_dtypes(inputs)}")
     if not query.dtype == key.dtype == value.dtype:
-        raise DtypeError(f"query, key and value must share one dtype.{_dtypes(inputs)}\n  Cast them, or use torch.autocast.")
+        raise DtypeError(
+            f"query, key and value must share one dtype.{_dtypes(inputs)}\n  Cast them, or use torch.autocast."
+        )
     for name, tensor in zip(names, inputs, strict=True):
         if tensor is not None and tensor.device != query.device:
             raise DeviceError(f"{name} is on {tensor.device} but query is on {query.device}.{_shapes(inputs)}")
@@ -276,7 +284,9 @@ def _check_cu_seqlens(inputs: AttentionInputs) -> int:
         if cu_seqlens.dtype != torch.int32:
             raise DtypeError(f"{name} must be int32, got {cu_seqlens.dtype}; pass {name}.to(torch.int32).")
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ShapeError(f"{name} must be one-dimensional (batch + 1,), got {tuple(cu_seqlens.shape)}.{_shapes(inputs)}")
+            raise ShapeError(
+                f"{name} must be one-dimensional (batch + 1,), got {tuple(cu_seqlens.shape)}.{_shapes(inputs)}"
+            )
     if inputs.cu_seqlens_q.shape != inputs.cu_seqlens_k.shape:
         raise ShapeError(
             f"cu_seqlens_q {tuple(inputs.cu_seqlens_q.shape)} and cu_seqlens_k {tuple(inputs.cu_seqlens_k.shape)}"
@@ -303,7 +313,8 @@ def _check_bias(inputs: AttentionInputs, wanted: tuple[int | None, ...]) -> None
         fits = size is None or given in (1, size) or (inputs.is_varlen and axis >= 2 and given >= size)
         if not fits:
             raise ShapeError(
-                f"bias {tuple(bias.shape)} does not broadcast to (batch, heads, seqlen_q, seqlen_k) = {wanted}.{_shapes(inputs)}"
+                f"bias {tuple(bias.shape)} does not broadcast to (batch, heads, seqlen_q, seqlen_k) = {wanted}."
+                f"{_shapes(inputs)}"
             )
 
 
@@ -314,7 +325,8 @@ def _check_per_head(inputs: AttentionInputs, batch: int) -> None:
     if slopes is not None:
         if tuple(slopes.shape) not in ((num_heads,), (batch, num_heads)):
             raise ShapeError(
-                f"alibi_slopes must be ({num_heads},) or ({batch}, {num_heads}), got {tuple(slopes.shape)}.{_shapes(inputs)}"
+                f"alibi_slopes must be ({num_heads},) or ({batch}, {num_heads}), got {tuple(slopes.shape)}."
+                f"{_shapes(inputs)}"
             )
         if not slopes.is_floating_point():
             raise DtypeError(f"alibi_slopes must be floating point, got {slopes.dtype}.")
@@ -322,7 +334,9 @@ def _check_per_head(inputs: AttentionInputs, batch: int) -> None:
             raise ArgumentError("alibi_slopes has no gradient; pass alibi_slopes.detach(), or learn a bias instead.")
     if sinks is not None:
         if tuple(sinks.shape) != (num_heads,):
-            raise ShapeError(f"sinks must be ({num_heads},), one per query head, got {tuple(sinks.shape)}.{_shapes(inputs)}")
+            raise ShapeError(
+                f"sinks must be ({num_heads},), one per query head, got {tuple(sinks.shape)}.{_shapes(inputs)}"
+            )
         if not sinks.is_floating_point():
             raise DtypeError(f"sinks must be floating point, got {sinks.dtype}.")
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
@@ -331,7 +345,9 @@ def _check_per_head(inputs: AttentionInputs, batch: int) -> None:
 
 def _shapes(inputs: AttentionInputs) -> str:
     """The line that every shape error ends with. Made only when an error is: torch.compile cannot trace it."""
-    tensors = {name: x.shape for name, x in zip(inputs._fields, inputs, strict=True) if x is not None and name != "seed"}
+    tensors = {
+        name: x.shape for name, x in zip(inputs._fields, inputs, strict=True) if x is not None and name != "seed"
+    }
     is_varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
     return describe_shapes(tensors, _VARLEN_AXES if is_varlen else _DENSE_AXES)
 

@@ -158,7 +158,11 @@ def _weighted_sum(p: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     if bool(is_finite.all()):
         return p @ v
     out = p @ torch.where(is_finite, v, torch.zeros_like(v))
-    for is_kind, kind in ((v == float("inf"), float("inf")), (v == -float("inf"), -float("inf")), (v.isnan(), float("nan"))):
+    for is_kind, kind in (
+        (v == float("inf"), float("inf")),
+        (v == -float("inf"), -float("inf")),
+        (v.isnan(), float("nan")),
+    ):
         reached = visible.to(p.dtype) @ is_kind.to(p.dtype)
         out = torch.where(reached > 0, out + kind, out)
     return out

@@ -81,9 +81,7 @@ def query_span(band: Band, shift: int, n_start: int, n_end: int, seqlen_q: int) 
     return key_span(Band(band.right, band.left), -shift, n_start, n_end, seqlen_q)
 
 
-def key_tile_ranges(
-    band: Band, shift: int, m_start: int, m_end: int, seqlen_k: int, block_n: int
-) -> TileRanges:
+def key_tile_ranges(band: Band, shift: int, m_start: int, m_end: int, seqlen_k: int, block_n: int) -> TileRanges:
     """The three ranges of key tiles for one row of tiles, in units of block_n.
 
     A tile cut short by seqlen_k counts as FULL when all of its existing keys are visible.
@@ -102,9 +100,7 @@ def key_tile_ranges(
     return TileRanges(lo, full_lo, full_hi, hi)
 
 
-def tile_row(
-    band: Band, shift: int, m_start: int, m_end: int, seqlen_k: int, block_n: int
-) -> Iterator[Tile]:
+def tile_row(band: Band, shift: int, m_start: int, m_end: int, seqlen_k: int, block_n: int) -> Iterator[Tile]:
     """The tiles that one row of queries visits, left to right, trimmed to the keys that some query sees."""
     lo, hi = key_span(band, shift, m_start, m_end, seqlen_k)
     for n_start in range(lo - lo % block_n, hi, block_n):

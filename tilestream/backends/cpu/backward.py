@@ -64,13 +64,17 @@ def backward(
     dtype = compute_dtype(call.query.dtype)
     seqlen_q, seqlen_k = call.query.shape[1], call.key.shape[1]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.query, call.key, call.value))
-    dbias = torch.zeros(call.bias.shape, dtype=dtype, device=dq.device) if needs_dbias and call.bias is not None else None
+    dbias = (
+        torch.zeros(call.bias.shape, dtype=dtype, device=dq.device) if needs_dbias and call.bias is not None else None
+    )
     dsinks = torch.zeros(dq.shape[2], dtype=dtype, device=dq.device) if needs_dsinks else None
     block_m, block_n = tile_shape(call.problem, seqlen_q, seqlen_k)
     is_finite = is_all_finite(call.query, call.key, call.value, dout)
     for chunk in chunks(call, block_m, block_n):
         k, v = chunk.key_rows(call.key, dtype), chunk.key_rows(call.value, dtype)
-        keys = _Keys(k, v, torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype, device=v.device))
+        keys = _Keys(
+            k, v, torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype, device=v.device)
+        )
         scratch = k.new_empty(3, chunk.num_groups * block_m * chunk.group * block_n)
         dq_rows = chunk.query_rows(dq)
         for m_start in range(0, seqlen_q, block_m):

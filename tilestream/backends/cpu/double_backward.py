@@ -62,9 +62,7 @@ class _Keys:
     grad_v: Tensor
 
 
-def double_backward(
-    call: DenseCall, dout: Tensor, dlse: Tensor, cotangents: Cotangents
-) -> DoubleGradients:
+def double_backward(call: DenseCall, dout: Tensor, dlse: Tensor, cotangents: Cotangents) -> DoubleGradients:
     """Gradients of one dense call, in its compute dtype."""
     dtype = compute_dtype(call.query.dtype)
     seqlen_q, seqlen_k = call.query.shape[1], call.key.shape[1]
@@ -125,8 +123,9 @@ def _block_gradients(
     factor = torch.ones_like(p) if factor is None else factor
 
     dp = factor * (dout_m @ v.mT)
-    u = dp - (p * dp).sum(-1, keepdim=True) + pack(chunk.row_numbers(dlse))
-    u_sink = u.new_zeros(()) if p_sink is None else (u - dp)[..., :1] if tile.n_end > tile.n_start else pack(chunk.row_numbers(dlse))
+    # dlse - delta: what every column of a row shares, and all of u in the sink's column.
+    u_sink = pack(chunk.row_numbers(dlse)) - (p * dp).sum(-1, keepdim=True)
+    u = dp + u_sink
     ds = p * u
     big_a = spec.scale * (a @ k.mT + q @ b.mT)
     big_g = big_a * r
@@ -140,7 +139,7 @@ def _block_gradients(
     h = p * (big_g - g)
     pb = big_g * u - g * dp + factor * (dout_m @ c.mT)
     mean_pb = (p * pb).sum(-1, keepdim=True)
-    if f is not None:
+    if p_sink is not None and f is not None:
         mean_pb = mean_pb + p_sink * f * u_sink
     sb = p * (pb - mean_pb)
     xb = sb * r
@@ -161,7 +160,7 @@ def _block_gradients(
     if totals.bias is not None:
         score_tile.add_bias_gradient(sb, totals.bias)
     if totals.sinks is not None and p_sink is not None:
-        pb_sink = f * u_sink if f is not None else torch.zeros_like(p_sink)
+        pb_sink = torch.zeros_like(p_sink) if f is None else f * u_sink
         by_head = (p_sink * (pb_sink - mean_pb)).view(chunk.num_batch, -1, tile.m_end - tile.m_start)
         totals.sinks[chunk.heads] += by_head.sum(dim=(0, 2))
 

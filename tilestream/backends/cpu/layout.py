@@ -69,12 +69,13 @@ class Chunk:
 
     def query_rows(self, x: Tensor) -> Tensor:
         """(B, M, heads, W) as a view (b, kv heads, G, M, W) of the chunk."""
-        view = x[self.batch, :, self.heads].unflatten(2, (self.num_heads_kv, self.group))
+        view: Tensor = x[self.batch, :, self.heads].unflatten(2, (self.num_heads_kv, self.group))
         return view.permute(0, 2, 3, 1, 4)
 
     def row_numbers(self, x: Tensor) -> Tensor:
         """(B, heads, M), one number per query row, as a view (b, kv heads, G, M, 1) of the chunk."""
-        return x[self.batch, self.heads].unflatten(1, (self.num_heads_kv, self.group)).unsqueeze(-1)
+        view: Tensor = x[self.batch, self.heads].unflatten(1, (self.num_heads_kv, self.group))
+        return view.unsqueeze(-1)
 
     def key_rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, N, kv heads, W) as (C, N, W) in `dtype`: a view where a matrix product can read it in place."""
@@ -107,9 +108,7 @@ def chunks(call: DenseCall, block_m: int, block_n: int) -> Iterator[Chunk]:
     head_step = min(wanted, num_heads_kv)
     for b in range(0, num_batch, batch_step):
         for h in range(0, num_heads_kv, head_step):
-            yield Chunk(
-                slice(b, min(b + batch_step, num_batch)), slice(h, min(h + head_step, num_heads_kv)), group
-            )
+            yield Chunk(slice(b, min(b + batch_step, num_batch)), slice(h, min(h + head_step, num_heads_kv)), group)
 
 
 def pack_rows(rows: Tensor, m_start: int, m_end: int, dtype: torch.dtype) -> Tensor:

@@ -160,7 +160,8 @@ def _dense_call(problem: Problem, inputs: AttentionInputs) -> DenseCall:
 
 def _batches(problem: Problem, inputs: AttentionInputs) -> Iterator[_Batch]:
     """Every sequence with queries or keys, grouped by its pair of lengths. Reads cu_seqlens on the host."""
-    assert inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None
+    assert inputs.cu_seqlens_q is not None
+    assert inputs.cu_seqlens_k is not None
     device = inputs.query.device
     starts_q, starts_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
     groups: dict[tuple[int, int], list[int]] = {}
