@@ -5,6 +5,7 @@ Shapes: R any leading dimensions and the query rows; n keys of one tile; E head_
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from tilestream.errors import ArgumentError, DtypeError, ShapeError, describe_shapes
 
-__all__ = ["AttentionOutput", "SoftmaxState", "finite_or_zero", "merge"]
+__all__ = ["AttentionOutput", "SoftmaxState", "exp_", "finite_or_zero", "merge"]
 
 _NEGATIVE_INFINITY = float("-inf")
+_LOG2_E = math.log2(math.e)
 
 
 class AttentionOutput(NamedTuple):
@@ -23,6 +25,15 @@ class AttentionOutput(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+def exp_(x: Tensor) -> Tensor:
+    """The natural exponential, in place, through exp2.
+
+    PyTorch's float32 exp on a CPU takes 0.6 ns an element but 6 to 36 ns where the result is 0 or subnormal, which is
+    every masked score; exp2 takes 0.4 ns on all of them (measured, docs/measured-facts.md).
+    """
+    return x.mul_(_LOG2_E).exp2_()
 
 
 def finite_or_zero(row_max: Tensor) -> Tensor:
@@ -63,8 +74,8 @@ class SoftmaxState:
         """
         new_max = torch.maximum(self.row_max, s_mn.amax(dim=-1, keepdim=True))
         subtrahend = finite_or_zero(new_max)
-        alpha = (self.row_max - subtrahend).exp_()
-        p_mn = s_mn.sub_(subtrahend).exp_()
+        alpha = exp_(self.row_max - subtrahend)
+        p_mn = exp_(s_mn.sub_(subtrahend))
         self.row_sum.mul_(alpha).add_(p_mn.sum(dim=-1, keepdim=True))
         self.acc.mul_(alpha)
         self.row_max = new_max

@@ -23,7 +23,7 @@ from tilestream.backends.cpu.forward import scaled_dot_products
 from tilestream.backends.cpu.layout import Chunk, DenseCall, chunks, compute_dtype, pack_rows, tile_shape
 from tilestream.backends.cpu.score import ScoreTile, add_product, is_all_finite
 from tilestream.problem import Gradients
-from tilestream.state import AttentionOutput, finite_or_zero
+from tilestream.state import AttentionOutput, exp_, finite_or_zero
 from tilestream.tiles import tile_row
 
 __all__ = ["backward"]
@@ -118,7 +118,7 @@ def _tile_gradients(
     raw_mn = s_mn.clone() if has_softcap else None
     s_mn = score_tile.forward(s_mn)
     visible = None if is_finite else s_mn != float("-inf")
-    p_mn = s_mn.sub_(rows.lse_m).exp_()
+    p_mn = exp_(s_mn.sub_(rows.lse_m))
     dp_mn = scaled_dot_products(rows.dout_m, v_n, scratch[1])
     if visible is not None:
         p_mn.masked_fill_(~visible, 0.0)

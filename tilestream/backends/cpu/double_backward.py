@@ -31,7 +31,7 @@ from torch import Tensor
 from tilestream.backends.cpu.layout import Chunk, DenseCall, chunks, compute_dtype, pack_rows
 from tilestream.backends.cpu.score import ScoreTile, per_row
 from tilestream.problem import DoubleGradients
-from tilestream.state import finite_or_zero
+from tilestream.state import exp_, finite_or_zero
 from tilestream.tiles import Tile, classify, key_span
 
 __all__ = ["Cotangents", "double_backward"]
@@ -170,7 +170,7 @@ def _softmax(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
     columns = s if sink is None else torch.cat([s, sink], dim=-1)
     if columns.shape[-1] == 0:
         return s, None
-    weights = (columns - finite_or_zero(columns.amax(dim=-1, keepdim=True))).exp()
+    weights = exp_(columns - finite_or_zero(columns.amax(dim=-1, keepdim=True)))
     total = weights.sum(dim=-1, keepdim=True)
     p = weights / total.masked_fill(total == 0, 1.0)
     return (p, None) if sink is None else (p[..., :-1], p[..., -1:])

@@ -5,12 +5,13 @@ Shapes: s_mn, p_mn, ds_mn are (C, G * m, n), viewed as (b, heads, m, n) where a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tilestream.backends.cpu.layout import Chunk, DenseCall
+from tilestream.backends.cpu.layout import Chunk, DenseCall, compute_dtype
 from tilestream.dropout import keep_mask
 from tilestream.tiles import Tile, TileKind
 
@@ -89,11 +90,18 @@ class ScoreTile:
         return torch.arange(tile.n_start, tile.n_end, device=device) - i
 
     def _hidden(self) -> Tensor:
-        """bool (m, n): where the band hides key j from query i."""
-        band, distance = self.call.problem.spec.band, self._distance()
-        left = -_INFINITY if band.left is None else -band.left
-        right = _INFINITY if band.right is None else band.right
-        return (distance < left) | (distance > right)
+        """bool (m, n): where the band hides key j from query i. Triangles are cheaper than comparing positions."""
+        band, tile = self.call.problem.spec.band, self.tile
+        everything = torch.ones(
+            tile.m_end - tile.m_start, tile.n_end - tile.n_start, dtype=torch.bool, device=self.call.query.device
+        )
+        # Distance j - (i + shift) of the tile's first entry; a diagonal of the tile is one distance.
+        corner = tile.n_start - (tile.m_start + self.call.shift)
+        if band.right is None:
+            assert band.left is not None
+            return everything.tril(-band.left - 1 - corner)
+        right = everything.triu(band.right + 1 - corner)
+        return right if band.left is None else right.logical_or_(everything.tril_(-band.left - 1 - corner))
 
     def _per_head(self, x: Tensor) -> Tensor:
         """(heads,) or (B, heads) as (b | 1, heads of the chunk, 1, 1)."""
@@ -119,8 +127,11 @@ def per_row(x: Tensor, chunk: Chunk, num_rows: int, dtype: torch.dtype) -> Tenso
 
 
 def is_all_finite(*tensors: Tensor) -> bool:
-    """Whether products may run without care for 0 * NaN. Looking costs a synchronisation off the CPU: assume not."""
-    return all(x.device.type == "cpu" and bool(torch.isfinite(x).all()) for x in tensors)
+    """Whether products may run without care for 0 * NaN. Looking costs a synchronisation off the CPU: assume not.
+
+    A sum is the cheapest look: it is finite unless an entry is not, or (harmlessly) unless it overflows.
+    """
+    return all(x.device.type == "cpu" and math.isfinite(x.sum(dtype=compute_dtype(x.dtype)).item()) for x in tensors)
 
 
 def add_product(acc: Tensor, weights: Tensor, operand: Tensor, visible: Tensor | None) -> None:
