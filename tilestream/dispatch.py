@@ -62,8 +62,7 @@ def explain(problem: Problem, backend: str | None = None) -> Explanation:
     Example:
         >>> import torch
         >>> from tilestream.problem import AttentionInputs, DoubleGradients, Problem
-        >>> from tilestream.spec import AttentionSpec
-        >>> problem = Problem(1, 8, 2, 4096, 4096, 64, 64, torch.float32, "cpu", AttentionSpec(), shift=0)
+        >>> problem = Problem.dense(seqlen_q=4096, num_heads_q=8, num_heads_kv=2, head_dim=64, dtype=torch.bfloat16)
         >>> explain(problem).chosen
         'cpu'
     """

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilestream.errors import ArgumentError, DeviceError, DtypeError, ShapeError, describe_shapes
-from tilestream.spec import AttentionSpec
+from tilestream.spec import AttentionSpec, default_scale
 
 __all__ = [
     "AttentionInputs",
@@ -99,6 +101,55 @@ class Problem:
         return self.num_heads_q // self.num_heads_kv
 
     @classmethod
+    def dense(
+        cls,
+        *,
+        batch: int = 1,
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        num_heads_q: int,
+        num_heads_kv: int | None = None,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device_type: str = "cpu",
+        spec: AttentionSpec | None = None,
+        shift: int | None = None,
+        is_backward: bool = False,
+    ) -> Problem:
+        """A dense call described by its sizes; keys, KV heads and head_dim_v default to their query counterparts."""
+        seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        return cls(
+            batch=batch,
+            num_heads_q=num_heads_q,
+            num_heads_kv=num_heads_q if num_heads_kv is None else num_heads_kv,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            head_dim=head_dim,
+            head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+            dtype=dtype,
+            device_type=device_type,
+            spec=AttentionSpec(scale=default_scale(head_dim)) if spec is None else spec,
+            shift=seqlen_k - seqlen_q if shift is None else shift,
+            total_q=batch * seqlen_q,
+            total_k=batch * seqlen_k,
+            is_backward=is_backward,
+        )
+
+    def packed(self, seqlens_q: Sequence[int], seqlens_k: Sequence[int]) -> Problem:
+        """The same call over packed sequences of these lengths."""
+        return dataclasses.replace(
+            self,
+            batch=len(seqlens_q),
+            seqlen_q=max(seqlens_q, default=0),
+            seqlen_k=max(seqlens_k, default=0),
+            shift=None,
+            layout="varlen",
+            total_q=sum(seqlens_q),
+            total_k=sum(seqlens_k),
+        )
+
+    @classmethod
     def from_inputs(
         cls,
         inputs: AttentionInputs,
@@ -111,30 +162,25 @@ class Problem:
     ) -> Problem:
         """The problem of already validated tensors."""
         query, key, value = inputs.query, inputs.key, inputs.value
-        sizes: dict[str, Any] = {
-            "num_heads_q": query.shape[-2],
-            "num_heads_kv": key.shape[-2],
-            "head_dim": query.shape[-1],
-            "head_dim_v": value.shape[-1],
-            "dtype": query.dtype,
-            "device_type": query.device.type,
-            "spec": spec,
-            "is_backward": is_backward,
-        }
-        if inputs.cu_seqlens_q is None:
-            batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
-            shift = seqlen_k - seqlen_q if shift is None else shift
-            return cls(
-                batch=batch,
-                seqlen_q=seqlen_q,
-                seqlen_k=seqlen_k,
-                shift=shift,
-                total_q=batch * seqlen_q,
-                total_k=batch * seqlen_k,
-                **sizes,
-            )
         total_q, total_k = query.shape[0], key.shape[0]
-        return cls(
+        problem = cls.dense(
+            batch=query.shape[0],
+            seqlen_q=query.shape[-3],
+            seqlen_k=key.shape[-3],
+            num_heads_q=query.shape[-2],
+            num_heads_kv=key.shape[-2],
+            head_dim=query.shape[-1],
+            head_dim_v=value.shape[-1],
+            dtype=query.dtype,
+            device_type=query.device.type,
+            spec=spec,
+            shift=shift,
+            is_backward=is_backward,
+        )
+        if inputs.cu_seqlens_q is None:
+            return problem
+        return dataclasses.replace(
+            problem,
             batch=inputs.cu_seqlens_q.shape[0] - 1,
             seqlen_q=total_q if max_seqlen_q is None else min(max_seqlen_q, total_q),
             seqlen_k=total_k if max_seqlen_k is None else min(max_seqlen_k, total_k),
@@ -142,7 +188,6 @@ class Problem:
             layout="varlen",
             total_q=total_q,
             total_k=total_k,
-            **sizes,
         )
 
 
