@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilestream import dispatch
+from tilestream.errors import UnsupportedError
 from tilestream.problem import AttentionInputs, Problem
 from tilestream.spec import AttentionSpec, Band
 from tilestream.state import AttentionOutput
@@ -188,6 +189,7 @@ def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     dout, dlse, *arguments = inputs
     ctx.save_for_backward(dout, dlse, *arguments[:_NUM_INPUTS])
     ctx.numbers = tuple(arguments[_NUM_INPUTS:-4])
+    ctx.is_asked = (True, True, True, *arguments[-2:])
     ctx.set_materialize_grads(False)
 
 
@@ -198,8 +200,10 @@ def _backward_autograd(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | N
     if dlse is None:
         dlse = query.new_zeros(_lse_shape(query), dtype=_lse_dtype(query))
     needs = ctx.needs_input_grad
-    d_dout, d_dlse, dq, dk, dv, dbias, dsinks = torch.ops.tilestream.attention_double_backward(
-        *cotangents, dout, dlse, *tensors, *ctx.numbers
+    # A gradient that was not asked for is an empty tensor, and so is its cotangent.
+    asked = [x if is_asked else None for x, is_asked in zip(cotangents, ctx.is_asked, strict=True)]
+    d_dout, d_dlse, dq, dk, dv, dbias, dsinks = _call(
+        "attention_double_backward", *asked, dout, dlse, *tensors, *ctx.numbers
     )
     gradients: list[Tensor | None] = [d_dout, d_dlse, dq, dk, dv, dbias, None, dsinks]
     gradients = [gradient if needed else None for gradient, needed in zip(gradients, needs, strict=False)]
@@ -224,6 +228,10 @@ def _double_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(inputs.query.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
 
 
+def _refuse_third_derivative(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise UnsupportedError("attention has first and second derivatives; a third was asked for.")
+
+
 # ---- vmap
 
 # Tensors whose first dimension is the batch, so that a mapped dimension can join it.
@@ -244,7 +252,7 @@ def _vmap_rule(operator: Any, names: tuple[str, ...]) -> Callable[..., Any]:
             results = operator(*folded)
             dims = tuple(None if result.dim() == 1 else 0 for result in results)
             shaped = tuple(
-                result if dim is None else result.unflatten(0, (info.batch_size, -1 if result.numel() else 0))
+                result if dim is None else result.unflatten(0, (info.batch_size, result.shape[0] // info.batch_size))
                 for result, dim in zip(results, dims, strict=True)
             )
             return shaped, dims
@@ -325,12 +333,15 @@ _FUNCTIONS = {
         ),
         _Formulas(_backward_setup, _backward_autograd),
     ),
+    "attention_double_backward": _differentiable(
+        _define(
+            "attention_double_backward",
+            "Tensor? ddq, Tensor? ddk, Tensor? ddv, Tensor? ddbias, Tensor? ddsinks, Tensor dout, Tensor dlse, "
+            f"{_INPUTS}, {_NUMBERS}",
+            7,
+            _double_backward,
+            _double_backward_fake,
+        ),
+        _Formulas(lambda ctx, inputs, output: None, _refuse_third_derivative),
+    ),
 }
-_define(
-    "attention_double_backward",
-    "Tensor? ddq, Tensor? ddk, Tensor? ddv, Tensor? ddbias, Tensor? ddsinks, Tensor dout, Tensor dlse, "
-    f"{_INPUTS}, {_NUMBERS}",
-    7,
-    _double_backward,
-    _double_backward_fake,
-)

@@ -295,7 +295,8 @@ def _is_int(value: object) -> bool:
 def _check_number(name: str, value: object) -> None:
     if not isinstance(value, int | float | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
         raise DtypeError(f"{name} must be a Python number, got {type(value).__name__}; pass float({name}).")
-    if isinstance(value, float) and not math.isfinite(value):
+    # A comparison, because torch.compile with symbolic numbers traces that and not math.isfinite.
+    if not -math.inf < value < math.inf:
         raise ArgumentError(f"{name} must be finite, got {value}.")
 
 
