@@ -10,7 +10,7 @@ from torch import Tensor
 from tilestream import ops
 from tilestream.errors import ArgumentError, DtypeError
 from tilestream.problem import AttentionInputs, check_arguments, check_cu_seqlens_values, check_tensors
-from tilestream.spec import AttentionSpec, Band, default_scale
+from tilestream.spec import band_limits, default_scale
 from tilestream.state import AttentionOutput
 
 __all__ = ["attention", "attention_varlen", "attention_varlen_with_lse", "attention_with_lse"]
@@ -264,23 +264,20 @@ def _dense(inputs: AttentionInputs, shift: int | None, options: _Options) -> Att
     check_tensors(inputs)
     if shift is None:
         shift = inputs.key.shape[1] - inputs.query.shape[1]
-    return ops.apply(inputs, _spec(inputs, options), shift=shift, backend=options["backend"])
+    return ops.apply(inputs, _numbers(inputs, options, shift, None, None))
 
 
 def _varlen(
     inputs: AttentionInputs, max_seqlen_q: int | None, max_seqlen_k: int | None, options: _Options
 ) -> AttentionOutput:
+    for name, cu_seqlens in (("cu_seqlens_q", inputs.cu_seqlens_q), ("cu_seqlens_k", inputs.cu_seqlens_k)):
+        if not isinstance(cu_seqlens, Tensor):
+            raise DtypeError(f"{name} must be a torch.Tensor, got {type(cu_seqlens).__name__}.")
     inputs = _prepare(inputs, options, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     check_tensors(inputs, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    if _values_are_readable(inputs.cu_seqlens_q):
+    if _values_are_readable(inputs.cu_seqlens_q) and _values_are_readable(inputs.cu_seqlens_k):
         check_cu_seqlens_values(inputs, max_seqlen_q, max_seqlen_k)
-    return ops.apply(
-        inputs,
-        _spec(inputs, options),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        backend=options["backend"],
-    )
+    return ops.apply(inputs, _numbers(inputs, options, None, max_seqlen_q, max_seqlen_k))
 
 
 def _prepare(
@@ -293,6 +290,9 @@ def _prepare(
 ) -> AttentionInputs:
     """Check the plain arguments, apply autocast, and turn the seed into a tensor."""
     check_arguments(
+        causal=options["causal"],
+        deterministic=options["deterministic"],
+        backend=options["backend"],
         window=options["window"],
         scale=options["scale"],
         softcap=options["softcap"],
@@ -301,8 +301,9 @@ def _prepare(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    if not all(isinstance(tensor, Tensor) for tensor in inputs[:3]):
-        check_tensors(inputs)
+    for name, tensor in zip(("query", "key", "value"), inputs[:3], strict=True):
+        if not isinstance(tensor, Tensor):
+            raise DtypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
     device = inputs.query.device
     inputs = _autocast(inputs)
     if options["dropout_p"] > 0:
@@ -313,7 +314,7 @@ def _prepare(
 def _autocast(inputs: AttentionInputs) -> AttentionInputs:
     """Inside torch.autocast, query, key and value take the autocast dtype, as in PyTorch's own attention."""
     device_type = inputs.query.device.type
-    if not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return inputs
     dtype = torch.get_autocast_dtype(device_type)
     query, key, value = (
@@ -335,17 +336,26 @@ def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
     return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
-def _spec(inputs: AttentionInputs, options: _Options) -> AttentionSpec:
+def _numbers(
+    inputs: AttentionInputs,
+    options: _Options,
+    shift: int | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> ops.Numbers:
+    left, right = band_limits(options["causal"], options["window"])
     scale = options["scale"]
-    return AttentionSpec(
-        band=Band.from_arguments(bool(options["causal"]), options["window"]),
+    return ops.Numbers(
+        left=left,
+        right=right,
+        shift=shift,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
         scale=default_scale(inputs.query.shape[-1]) if scale is None else float(scale),
         softcap=float(options["softcap"]),
         dropout_p=float(options["dropout_p"]),
-        has_bias=inputs.bias is not None,
-        has_alibi=inputs.alibi_slopes is not None,
-        has_sinks=inputs.sinks is not None,
-        deterministic=bool(options["deterministic"]) or torch.are_deterministic_algorithms_enabled(),
+        deterministic=options["deterministic"] or torch.are_deterministic_algorithms_enabled(),
+        backend=options["backend"],
     )
 
 

@@ -19,7 +19,7 @@ from tilestream.problem import AttentionInputs, Problem
 from tilestream.spec import AttentionSpec, Band
 from tilestream.state import AttentionOutput
 
-__all__ = ["apply"]
+__all__ = ["Numbers", "apply"]
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, "
@@ -28,8 +28,11 @@ _INPUTS = (
 _NUM_INPUTS = len(AttentionInputs._fields)
 
 
-class _Numbers(NamedTuple):
-    """Everything of a call that is not a tensor, in the order of the operators' arguments."""
+class Numbers(NamedTuple):
+    """Everything of a call that is not a tensor, in the order of the operators' arguments.
+
+    A plain tuple, because torch.compile before 2.13 cannot trace the making of a dataclass.
+    """
 
     left: int | None
     right: int | None
@@ -70,28 +73,8 @@ _NUMBERS = (
 )
 
 
-def apply(
-    inputs: AttentionInputs,
-    spec: AttentionSpec,
-    *,
-    shift: int | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    backend: str | None = None,
-) -> AttentionOutput:
+def apply(inputs: AttentionInputs, numbers: Numbers) -> AttentionOutput:
     """Run the operator on validated inputs; differentiable in query, key, value, bias and sinks."""
-    numbers = _Numbers(
-        spec.band.left,
-        spec.band.right,
-        shift,
-        max_seqlen_q,
-        max_seqlen_k,
-        spec.scale,
-        spec.softcap,
-        spec.dropout_p,
-        spec.deterministic,
-        backend,
-    )
     return AttentionOutput(*_call("attention", *inputs, *numbers))
 
 
@@ -103,10 +86,10 @@ def _call(name: str, *arguments: Any) -> tuple[Tensor, ...]:
     return getattr(torch.ops.tilestream, name)(*arguments)  # type: ignore[no-any-return]
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[AttentionInputs, _Numbers]:
+def _split(arguments: tuple[Any, ...]) -> tuple[AttentionInputs, Numbers]:
     """Arguments of an operator, from `query` on, as tensors and numbers."""
     inputs = AttentionInputs(*arguments[:_NUM_INPUTS])
-    return inputs, _Numbers(*arguments[_NUM_INPUTS : _NUM_INPUTS + len(_Numbers._fields)])
+    return inputs, Numbers(*arguments[_NUM_INPUTS : _NUM_INPUTS + len(Numbers._fields)])
 
 
 def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:

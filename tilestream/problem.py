@@ -193,6 +193,9 @@ class Problem:
 
 def check_arguments(
     *,
+    causal: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
     window: tuple[int | None, int | None] | None,
     scale: float | None,
     softcap: float,
@@ -202,6 +205,11 @@ def check_arguments(
     max_seqlen_k: int | None = None,
 ) -> None:
     """Validate the plain keyword arguments of one call."""
+    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise DtypeError(f"{name} must be True or False, got {type(flag).__name__}.")
+    if backend is not None and not isinstance(backend, str):
+        raise DtypeError(f"backend must be a name or None, got {type(backend).__name__}.")
     if window is not None:
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise ArgumentError(f"window must be (left, right), two ints or None each; got {window!r}.")
@@ -304,7 +312,7 @@ def _check_kinds(inputs: AttentionInputs, is_varlen: bool) -> None:
     """Every argument is a tensor of an accepted rank, dtype and device."""
     names = AttentionInputs._fields
     for name, tensor in zip(names, inputs, strict=True):
-        if tensor is not None and not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in names[:3]):
             raise DtypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
     query, key, value = inputs.query, inputs.key, inputs.value
     rank = 3 if is_varlen else 4

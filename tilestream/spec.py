@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["AttentionSpec", "Band", "default_scale"]
+__all__ = ["AttentionSpec", "Band", "band_limits", "default_scale"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,8 @@ class Band:
 
     @classmethod
     def from_arguments(cls, causal: bool, window: tuple[int | None, int | None] | None) -> Band:
-        """The band of the public arguments; ``causal`` only ever narrows ``window``."""
-        left, right = (None, None) if window is None else window
-        if causal:
-            right = 0 if right is None else min(right, 0)
-        return cls(left, right)
+        """The band of the public arguments."""
+        return cls(*band_limits(causal, window))
 
     @property
     def is_unlimited(self) -> bool:
@@ -74,6 +71,14 @@ class AttentionSpec:
             "deterministic": self.deterministic,
         }
         return tuple(name for name, is_on in present.items() if is_on)
+
+
+def band_limits(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """(left, right) of the public arguments' band; ``causal`` only ever narrows ``window``."""
+    left, right = (None, None) if window is None else window
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
 
 
 def default_scale(head_dim: int) -> float:

@@ -24,7 +24,7 @@ def hide(s_mn: Tensor, band: Band, shift: int, m_start: int, n_start: int) -> Te
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, block_m: int = 64, block_n: int = 64
+    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, *, block_m: int = 64, block_n: int = 64
 ) -> tuple[Tensor, Tensor]:
     """out (M, E) and lse (M,) of q (M, D), k (N, D), v (N, E), never holding more than one tile of scores."""
     seqlen_q, seqlen_k = len(q), len(k)
@@ -54,7 +54,7 @@ def forward(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float, band: Band,
-    block_m: int = 64, block_n: int = 64,
+    *, block_m: int = 64, block_n: int = 64,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv: the scores are made again from lse, tile by tile, instead of being read back."""
     seqlen_q, seqlen_k = len(q), len(k)

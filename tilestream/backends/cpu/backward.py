@@ -80,7 +80,7 @@ def backward(
         for m_start in range(0, seqlen_q, block_m):
             rows = _pack(call, chunk, m_start, min(m_start + block_m, seqlen_q), output, dout, dlse)
             for tile in tile_row(call.problem.spec.band, call.shift, rows.m_start, rows.m_end, seqlen_k, block_n):
-                _tile_gradients(ScoreTile(call, chunk, tile), rows, keys, dbias, scratch, is_finite)
+                _tile_gradients(ScoreTile(call, chunk, tile, is_finite), rows, keys, dbias, scratch)
             dq_rows[..., rows.m_start : rows.m_end, :] = rows.dq_m.mul_(call.problem.spec.scale).view(
                 *dq_rows.shape[:3], -1, dq_rows.shape[-1]
             )
@@ -107,9 +107,7 @@ def _pack(
     return _Rows(m_start, m_end, q_m * call.problem.spec.scale, dout_m, lse_m, delta_m, dq_m)
 
 
-def _tile_gradients(
-    score_tile: ScoreTile, rows: _Rows, keys: _Keys, dbias: Tensor | None, scratch: Tensor, is_finite: bool
-) -> None:
+def _tile_gradients(score_tile: ScoreTile, rows: _Rows, keys: _Keys, dbias: Tensor | None, scratch: Tensor) -> None:
     """Add one tile's share to dq_m, dk, dv and dbias."""
     cut = slice(score_tile.tile.n_start, score_tile.tile.n_end)
     k_n, v_n, dk_n, dv_n = keys.k[:, cut], keys.v[:, cut], keys.dk[:, cut], keys.dv[:, cut]
@@ -117,7 +115,7 @@ def _tile_gradients(
     has_softcap = score_tile.call.problem.spec.softcap > 0
     raw_mn = s_mn.clone() if has_softcap else None
     s_mn = score_tile.forward(s_mn)
-    visible = None if is_finite else s_mn != float("-inf")
+    visible = score_tile.visible(s_mn)
     p_mn = exp_(s_mn.sub_(rows.lse_m))
     dp_mn = scaled_dot_products(rows.dout_m, v_n, scratch[1])
     if visible is not None:

@@ -78,7 +78,7 @@ def double_backward(call: DenseCall, dout: Tensor, dlse: Tensor, cotangents: Cot
             m_end = min(m_start + block_m, seqlen_q)
             n_start, n_end = key_span(call.problem.spec.band, call.shift, m_start, m_end, seqlen_k)
             kind = classify(call.problem.spec.band, call.shift, m_start, m_end, n_start, n_end)
-            score_tile = ScoreTile(call, chunk, Tile(m_start, m_end, n_start, n_end, kind))
+            score_tile = ScoreTile(call, chunk, Tile(m_start, m_end, n_start, n_end, kind), is_finite=True)
             _block_gradients(score_tile, keys, dout, dlse, cotangents, totals)
         for source, target in ((keys.grad_k, totals.key), (keys.grad_v, totals.value)):
             by_head = source.unflatten(0, (chunk.num_batch, chunk.num_heads_kv))

@@ -32,7 +32,7 @@ def forward(call: DenseCall) -> AttentionOutput:
     out = call.query.new_empty(num_batch, seqlen_q, num_heads, call.value.shape[-1])
     lse = call.query.new_empty(num_batch, num_heads, seqlen_q, dtype=dtype)
     block_m, block_n = tile_shape(call.problem, seqlen_q, call.key.shape[1])
-    is_finite = is_all_finite(call.value)
+    is_finite = is_all_finite(call.key, call.value)
     for chunk in chunks(call, block_m, block_n):
         q, k, v = chunk.query_rows(call.query), chunk.key_rows(call.key, dtype), chunk.key_rows(call.value, dtype)
         out_rows, lse_rows = chunk.query_rows(out), chunk.row_numbers(lse)
@@ -41,36 +41,24 @@ def forward(call: DenseCall) -> AttentionOutput:
             m_end = min(m_start + block_m, seqlen_q)
             q_m = pack_rows(q, m_start, m_end, dtype) * call.problem.spec.scale
             state = _initial_state(call, chunk, m_end - m_start, v)
-            _attend(call, chunk, (m_start, m_end), block_n, q_m, k, v, state, scratch, is_finite)
+            for tile in tile_row(call.problem.spec.band, call.shift, m_start, m_end, k.shape[1], block_n):
+                _attend(ScoreTile(call, chunk, tile, is_finite), q_m, k, v, state, scratch)
             finished = state.finalize()
             out_rows[..., m_start:m_end, :] = finished.out.view(*out_rows.shape[:3], -1, out_rows.shape[-1])
             lse_rows[..., m_start:m_end, :] = finished.lse.view(*lse_rows.shape[:3], -1, 1)
     return AttentionOutput(out, lse)
 
 
-def _attend(
-    call: DenseCall,
-    chunk: Chunk,
-    rows: tuple[int, int],
-    block_n: int,
-    q_m: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: SoftmaxState,
-    scratch: Tensor,
-    is_finite: bool,
-) -> None:
-    """Fold every visible key tile of one row of tiles into `state`."""
-    for tile in tile_row(call.problem.spec.band, call.shift, *rows, k.shape[1], block_n):
-        score_tile = ScoreTile(call, chunk, tile)
-        k_n, v_n = k[:, tile.n_start : tile.n_end], v[:, tile.n_start : tile.n_end]
-        s_mn = score_tile.forward(scaled_dot_products(q_m, k_n, scratch))
-        visible = None if is_finite else s_mn != float("-inf")
-        p_mn = state.rescale(s_mn)
-        factor = score_tile.dropout_factor(p_mn.dtype)
-        if factor is not None:
-            p_mn.mul_(factor)
-        add_product(state.acc, p_mn, v_n, visible)
+def _attend(score_tile: ScoreTile, q_m: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, scratch: Tensor) -> None:
+    """Fold one key tile into `state`."""
+    cut = slice(score_tile.tile.n_start, score_tile.tile.n_end)
+    s_mn = score_tile.forward(scaled_dot_products(q_m, k[:, cut], scratch))
+    visible = score_tile.visible(s_mn)
+    p_mn = state.rescale(s_mn)
+    factor = score_tile.dropout_factor(p_mn.dtype)
+    if factor is not None:
+        p_mn.mul_(factor)
+    add_product(state.acc, p_mn, v[:, cut], visible)
 
 
 def _initial_state(call: DenseCall, chunk: Chunk, num_rows: int, v: Tensor) -> SoftmaxState:

@@ -27,6 +27,8 @@ class ScoreTile:
     call: DenseCall
     chunk: Chunk
     tile: Tile
+    # False where an operand may hold NaN or infinities, which must not reach a row through a key it cannot see.
+    is_finite: bool
 
     def forward(self, s_mn: Tensor) -> Tensor:
         """Turn scaled dot products into masked scores, in place."""
@@ -34,7 +36,10 @@ class ScoreTile:
         if spec.softcap > 0:
             s_mn.div_(spec.softcap).tanh_().mul_(spec.softcap)
         if self.call.bias is not None:
-            self.by_position(s_mn).add_(self.bias_block(self.call.bias))
+            block = self.bias_block(self.call.bias)
+            self.by_position(s_mn).add_(block)
+            if not self.is_finite:
+                self.by_position(s_mn).masked_fill_(block == -_INFINITY, -_INFINITY)
         if self.call.alibi_slopes is not None:
             slopes = self._per_head(self.call.alibi_slopes).to(s_mn.dtype)
             self.by_position(s_mn).addcmul_(slopes, self._distance().abs().to(s_mn.dtype), value=-1)
@@ -54,6 +59,10 @@ class ScoreTile:
             # d tanh(x) = 1 - tanh(x)^2
             ds_mn.addcmul_(ds_mn, tanh_mn.square_(), value=-1)
         return ds_mn
+
+    def visible(self, s_mn: Tensor) -> Tensor | None:
+        """bool, shaped as the masked scores: what `add_product` needs where an operand is not finite, else None."""
+        return None if self.is_finite else s_mn != -_INFINITY
 
     def add_bias_gradient(self, ds_mn: Tensor, dbias: Tensor) -> None:
         """Add the tile's gradients to `dbias` in place, summed over the dimensions that the bias broadcasts."""

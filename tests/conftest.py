@@ -1,0 +1,76 @@
+"""Shared by every test: the device option, the seeds, and uninitialised memory that shows.
+
+Memory from torch.empty and its kin is filled with NaN (integers: a wild value), so that a kernel which reads what it
+never wrote fails every time instead of once a month. A test that measures memory or time opts out with the marker
+``no_poison``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+# The same examples in every run, so that a red test is red again; `--hypothesis-profile=explore` draws new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("repeatable")
+
+_EMPTY_FUNCTIONS = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="torch device that the suite's tensors live on (cpu, cuda, ...)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device under test."""
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`allocate`, whose memory comes back filled with NaN, or with a wild integer."""
+
+    def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        memory = allocate(*args, **kwargs)
+        # A compiled graph keeps the plain allocation: it must stay what the user's graph would be.
+        if torch.compiler.is_compiling() or memory.device.type == "meta":
+            return memory
+        if memory.is_floating_point() or memory.is_complex():
+            return memory.detach().fill_(float("nan")).requires_grad_(memory.requires_grad)
+        if memory.dtype in (torch.int16, torch.int32, torch.int64):
+            return memory.fill_(torch.iinfo(memory.dtype).max // 2)
+        return memory
+
+    return allocate_poisoned
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("no_poison") is None:
+        for owner, name in _EMPTY_FUNCTIONS:
+            monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

@@ -1,0 +1,226 @@
+"""Turns a `Case` into tensors that attack: strided, in larger buffers, NaN in all that must not be read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from cases import Case
+from torch import Tensor
+
+import tilestream
+from tilestream import reference
+from tilestream.state import AttentionOutput
+
+__all__ = ["CaseInputs", "embed", "make_inputs", "visible_mask"]
+
+_NAN = float("nan")
+# Tokens after the last cu_seqlens entry, which belong to no sequence.
+_TAIL_TOKENS = 3
+
+
+@dataclass
+class CaseInputs:
+    """The tensors of one case. `leaves` are differentiable; `rest` are the other arguments, by name."""
+
+    case: Case
+    leaves: dict[str, Tensor]
+    rest: dict[str, Any]
+    cu_seqlens: tuple[Tensor, Tensor] | None
+    dout: Tensor
+    dlse: Tensor
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, backend: str) -> tuple[AttentionOutput, dict[str, Tensor]]:
+        """The library's result and gradients."""
+        leaves = {name: leaf.detach().requires_grad_() for name, leaf in self.leaves.items()}
+        call = tilestream.attention_with_lse if self.cu_seqlens is None else tilestream.attention_varlen_with_lse
+        deterministic = {"deterministic": True} if self.case.deterministic else {}
+        result = self._call(call, leaves, backend=backend, **deterministic)
+        return result, self._backward(result, leaves)
+
+    def oracle(self, dtype: torch.dtype) -> tuple[AttentionOutput, dict[str, Tensor]]:
+        """The materialised result and gradients, every operation in `dtype`."""
+        leaves = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in self.leaves.items()}
+        call = reference.attention if self.cu_seqlens is None else reference.attention_varlen
+        result = self._call(call, leaves, dtype=dtype)
+        if not result.out.requires_grad:  # no sequence at all: nothing was computed from the leaves
+            return result, {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+        return result, self._backward(result, leaves)
+
+    def _call(self, call: Callable[..., AttentionOutput], leaves: dict[str, Tensor], **more: Any) -> AttentionOutput:
+        positional = [leaves[name] for name in ("query", "key", "value")]
+        keywords = {name: leaf for name, leaf in leaves.items() if name in ("bias", "sinks")}
+        return call(*positional, *(self.cu_seqlens or ()), **keywords, **self.rest, **self.arguments, **more)
+
+    def _backward(self, result: AttentionOutput, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        outputs = [(result.out, self.dout.to(result.out.dtype))]
+        if self.case.with_dlse:
+            outputs.append((result.lse, self.dlse.to(result.lse.dtype)))
+        gradients = torch.autograd.grad(
+            [tensor for tensor, _ in outputs],
+            list(leaves.values()),
+            [gradient for _, gradient in outputs],
+            # Without dlse, an empty product may not depend on the sinks at all.
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return dict(zip(leaves, gradients, strict=True))
+
+    def fingerprint(self) -> list[Tensor]:
+        """The bytes of every input's whole storage, surroundings included."""
+        tensors = [*self.leaves.values(), *(self.cu_seqlens or ()), self.dout, self.dlse]
+        tensors += [value for value in self.rest.values() if isinstance(value, Tensor)]
+        return [torch.tensor([], dtype=torch.uint8, device=t.device).set_(t.untyped_storage()).clone() for t in tensors]
+
+
+def make_inputs(case: Case, device: torch.device) -> CaseInputs:
+    """The inputs of `case`, the same values on every device."""
+    generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    lengths_q, lengths_k = [m for m, _ in case.sequences], [n for _, n in case.sequences]
+    num_heads, num_heads_kv = case.num_heads_q, case.heads[0]
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    if case.layout == "dense":
+        rows, keys = (case.batch, case.lengths[0]), (case.batch, case.lengths[1])
+        cu_seqlens, lse_shape = None, (case.batch, num_heads, case.lengths[0])
+    else:
+        rows, keys = (sum(lengths_q) + _TAIL_TOKENS,), (sum(lengths_k) + _TAIL_TOKENS,)
+        cu_seqlens, lse_shape = (_cumulative(lengths_q, device), _cumulative(lengths_k, device)), (num_heads, *rows)
+    query = randn(*rows, num_heads, case.widths[0])
+    key = randn(*keys, num_heads_kv, case.widths[0])
+    value = randn(*keys, num_heads_kv, case.widths[1])
+    bias = None if case.bias is None else _bias(case, randn)
+    _poison_unseen(case, query, key, value, bias)
+
+    leaves = {
+        name: embed(tensor.to(case.dtype), case.memory)
+        for name, tensor in (("query", query), ("key", key), ("value", value))
+    }
+    if bias is not None:
+        leaves["bias"] = embed(bias.to(torch.float32 if case.bias_dtype == "float32" else case.dtype), case.memory)
+    if case.sinks is not None:
+        leaves["sinks"] = randn(num_heads)
+        if case.sinks == "extreme":
+            leaves["sinks"][0::2], leaves["sinks"][1::2] = 40.0, -float("inf")
+    rest: dict[str, Any] = {}
+    if case.alibi is not None:
+        batch = () if case.alibi == "heads" else (len(case.sequences),)
+        rest["alibi_slopes"] = 0.2 * torch.rand(*batch, num_heads, generator=generator)
+    if case.dropout_p > 0:
+        rest["seed"] = torch.tensor([0x1234_5678_9ABC_DEF0 + case.lengths[0]])
+    dout = randn(*query.shape[:-1], case.widths[1]).to(case.dtype)
+    dout = embed(dout, "strided_last") if case.dout == "strided" else dout.flatten()[:1].sum().expand(dout.shape)
+    return CaseInputs(
+        case=case,
+        leaves={name: _move(leaf, device) for name, leaf in leaves.items()},
+        rest={name: _move(tensor, device) for name, tensor in rest.items()},
+        cu_seqlens=cu_seqlens,
+        dout=_move(dout, device),
+        dlse=_move(embed(randn(*lse_shape)[None], "strided_last")[0], device),
+        arguments=_arguments(case),
+    )
+
+
+def _arguments(case: Case) -> dict[str, Any]:
+    """The plain keyword arguments that differ from their defaults."""
+    names = ("causal", "window", "scale", "softcap", "dropout_p", "shift")
+    return {name: getattr(case, name) for name in names if getattr(case, name) != getattr(Case, name)}
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` with its whole storage on `device`; Tensor.to would pack a view."""
+    if tensor.device == device:
+        return tensor
+    storage = torch.tensor([], dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
+    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+
+
+def embed(tensor: Tensor, memory: str) -> Tensor:
+    """A view of the same values in a larger, NaN-filled buffer; the axes are (..., tokens, heads, width)."""
+    *lead, tokens, heads, width = tensor.shape
+
+    def buffer(*shape: int) -> Tensor:
+        return torch.full((*lead, *shape), _NAN, dtype=tensor.dtype)
+
+    if memory == "head_major":
+        view = buffer(heads, tokens, width).transpose(-2, -3)
+    elif memory == "packed_qkv":
+        view = buffer(tokens, heads, 3, width)[..., 1, :]
+    elif memory == "odd_offset":
+        view = torch.full((tensor.numel() + 3,), _NAN, dtype=tensor.dtype)[3:].view(tensor.shape)
+    elif memory == "strided_last":
+        view = buffer(heads, width, tokens).movedim(-1, -3)
+    else:
+        assert memory == "padded_tokens"
+        view = buffer(heads, tokens + 7, width + 5)[..., 2 : tokens + 2, 1 : width + 1].transpose(-2, -3)
+    return view.copy_(tensor)
+
+
+def _bias(case: Case, randn: Callable[..., Tensor]) -> Tensor:
+    assert case.bias is not None
+    longest = [max((lengths[side] for lengths in case.sequences), default=case.lengths[side]) for side in (0, 1)]
+    sizes = (len(case.sequences), case.num_heads_q, *longest)
+    shape = [1 if axis == "1" else size for axis, size in zip(case.bias, sizes, strict=True)]
+    bias = randn(*shape)
+    # Every fifth entry hides its pairs; a bias of a single entry would hide everything.
+    if bias.numel() > 1:
+        bias.view(-1)[::5] = -float("inf")
+    return bias
+
+
+def visible_mask(case: Case, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """bool (seqlen_q, seqlen_k), pair by pair from the definition of the band."""
+    shift = seqlen_k - seqlen_q if case.shift is None else case.shift
+    distance = torch.arange(seqlen_k)[None, :] - (torch.arange(seqlen_q)[:, None] + shift)
+    left, right = (float("inf") if limit is None else limit for limit in (case.band.left, case.band.right))
+    return (distance >= -left) & (distance <= right)
+
+
+def _poison_unseen(case: Case, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
+    """NaN into keys and values that no query sees, into tokens of no sequence, and into bias that no pair reads."""
+    is_read = None if bias is None else torch.zeros(bias.shape, dtype=torch.bool)
+    start_k = 0
+    for b, (seqlen_q, seqlen_k) in enumerate(case.sequences):
+        pairs = visible_mask(case, seqlen_q, seqlen_k).expand(case.num_heads_q, -1, -1)
+        if bias is not None and is_read is not None:
+            corner = _corner(bias, b, seqlen_q, seqlen_k)
+            _corner(is_read, b, seqlen_q, seqlen_k).logical_or_(_reduce_to(pairs, corner.shape))
+            pairs = pairs & (corner != -float("inf"))
+        is_seen = pairs.any(dim=-2).reshape(*case.heads, seqlen_k).any(dim=1).T
+        for tensor in (key, value):
+            tokens = tensor[b] if case.layout == "dense" else tensor[start_k : start_k + seqlen_k]
+            tokens[~is_seen] = _NAN
+        start_k += seqlen_k
+    if case.layout == "varlen":
+        for tensor in (query, key, value):
+            tensor[tensor.shape[0] - _TAIL_TOKENS :] = _NAN
+    if bias is not None and is_read is not None:
+        bias[~is_read & (bias != -float("inf"))] = _NAN
+
+
+def _corner(bias: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The part (heads or 1, seqlen_q or 1, seqlen_k or 1) of the bias that sequence b reads."""
+    rows = seqlen_q if bias.shape[2] > 1 else 1
+    keys = seqlen_k if bias.shape[3] > 1 else 1
+    return bias[b if bias.shape[0] > 1 else 0, :, :rows, :keys]
+
+
+def _reduce_to(pairs: Tensor, shape: torch.Size) -> Tensor:
+    """Which entries of a tensor of `shape` are read, when it broadcasts against the visible `pairs`."""
+    for axis, size in enumerate(shape):
+        if size == 1:
+            pairs = pairs.any(dim=axis, keepdim=True)
+    return pairs

@@ -1,0 +1,108 @@
+"""The one numerics test: every backend x every case against the float64 oracle, forward, lse and all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import CASES, Case
+from inputs import CaseInputs, make_inputs
+from torch import Tensor
+
+from tilestream import dispatch
+
+# Which cases a backend may refuse, per backend, given the case and the device type. A refusal that is not expected
+# here, and an expected one that no longer happens, are both failures: support is neither lost nor gained silently.
+EXPECTED_SKIPS: dict[str, Callable[[Case, str], bool]] = {
+    "cpu": lambda case, device_type: False,
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("backend", dispatch.BACKENDS)
+def test_conformance(backend: str, case: Case, device: torch.device) -> None:
+    _skip_if_refused(backend, case, device)
+    inputs = make_inputs(case, device)
+    before = inputs.fingerprint()
+    # The kernel runs first: memory that the reference freed would hold the right answers.
+    result, gradients = inputs.run(backend)
+    again, gradients_again = inputs.run(backend)
+    for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
+        assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
+    assert all(map(_same_bits, result, again)), f"two runs differ: {case}"
+    if case.deterministic:
+        for name, gradient in gradients.items():
+            assert _same_bits(gradient, gradients_again[name]), f"two runs of d{name} differ: {case}"
+
+    _check_form(inputs, {"out": result.out, "lse": result.lse}, gradients)
+    exact, exact_gradients = inputs.oracle(torch.float64)
+    # The oracle cannot see its own error: for float64, the float32 error (inputs are float32 numbers) is scaled down.
+    plain_dtype = torch.float32 if case.dtype == torch.float64 else case.dtype
+    plain, plain_gradients = inputs.oracle(plain_dtype)
+    unit = torch.finfo(case.dtype).eps / torch.finfo(plain_dtype).eps
+    failures = [
+        _excess("out", result.out, exact.out, plain.out, unit),
+        _excess("lse", result.lse, exact.lse, plain.lse, unit),
+        *(_excess(f"d{n}", gradients[n], exact_gradients[n], plain_gradients[n], unit) for n in gradients),
+    ]
+    assert not any(failures), "\n".join([*filter(None, failures), str(case)])
+
+
+def _skip_if_refused(backend: str, case: Case, device: torch.device) -> None:
+    supports = dispatch.backend(backend).supports
+    reason = supports(case.problem(device.type, is_backward=False)) or supports(
+        case.problem(device.type, is_backward=True)
+    )
+    assert backend in EXPECTED_SKIPS, f"say in EXPECTED_SKIPS which cases backend {backend!r} may refuse"
+    is_expected = EXPECTED_SKIPS[backend](case, device.type)
+    assert (reason is not None) == is_expected, f"expected to be refused: {is_expected}, but supports says {reason!r}"
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equality in which a NaN equals itself, so that a NaN is reported as an error and not as a difference."""
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _check_form(inputs: CaseInputs, outputs: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
+    """Shapes, dtypes, devices and contiguity of what came back."""
+    case, query = inputs.case, inputs.leaves["query"]
+    rows = tuple(query.shape[:-1])
+    lse_shape = (rows[0], rows[2], rows[1]) if case.layout == "dense" else (rows[1], rows[0])
+    lse_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    for name, shape, dtype in (("out", (*rows, case.widths[1]), case.dtype), ("lse", lse_shape, lse_dtype)):
+        tensor = outputs[name]
+        assert (tuple(tensor.shape), tensor.dtype, tensor.device) == (shape, dtype, query.device), name
+        assert tensor.is_contiguous(), name
+    for name, gradient in gradients.items():
+        leaf = inputs.leaves[name]
+        assert (gradient.shape, gradient.dtype, gradient.device) == (leaf.shape, leaf.dtype, leaf.device), name
+
+
+def _excess(name: str, got: Tensor, exact: Tensor, plain: Tensor, unit: float) -> str | None:
+    """None, or how far `got` is from `exact` beyond twice the error of `plain`, materialised attention.
+
+    The floor is one unit in the last place of the largest entry, at the dtype of `got`. Rounding even the exact result
+    to that dtype costs half of it, and so does rounding the float32 (for float32: blockwise) sum before; `plain` can be
+    exact by luck, for instance where a row sees one key.
+    """
+    got, exact, plain = got.detach(), exact.detach(), plain.detach()
+    exact64, got64 = exact.to(torch.float64), got.to(torch.float64)
+    infinite = torch.isinf(exact64)
+    if not torch.equal(got64[infinite], exact64[infinite]) or not bool(torch.isfinite(got64[~infinite]).all()):
+        bad = (~torch.isfinite(got64) & ~infinite) | (infinite & (got64 != exact64))
+        return f"{name}: {int(bad.sum())} of {bad.numel()} entries differ from the oracle's in being finite"
+    zeros = torch.zeros((), dtype=torch.float64, device=got.device)
+
+    def largest(tensor: Tensor) -> float:
+        return float(torch.where(infinite, zeros, tensor).abs().max()) if tensor.numel() else 0.0
+
+    error, plain_error = largest(got64 - exact64), largest(plain.to(torch.float64) - exact64) * unit
+    bound = 2.0 * plain_error + torch.finfo(got.dtype).eps * largest(exact64)
+    if error <= bound:
+        return None
+    return (
+        f"{name}: error {error:.3e} exceeds {bound:.3e} = 2 x {plain_error:.3e} (materialised) + one ulp of the maximum"
+    )

@@ -1,0 +1,1 @@
+"""Benchmarks: cases x providers x modes, a correctness gate before every number, one JSON line per measurement."""

@@ -1,0 +1,113 @@
+"""The correctness gate: no number without agreement with the float64 oracle.
+
+Long cases are checked on blocks of query rows at the beginning, in the middle and at the end, so that the oracle stays
+cheap: the output on those rows, and the gradients that a loss over those rows alone sends to query, key and value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilestream import reference
+from tilestream.bench.cases import DTYPES, Case
+from tilestream.bench.providers import Provider
+from tilestream.problem import AttentionInputs
+
+__all__ = ["Gate", "check"]
+
+_ROWS_PER_BLOCK = 16
+_MAX_UNSAMPLED_ROWS = 512
+# Twice the error of the same rows materialised at the input precision, plus the rounding of the result.
+_ERROR_FACTOR = 2.0
+_ROUNDING_ULPS = 4.0
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Whether a provider agrees; `error` is its largest absolute error against float64 in out, on the checked rows."""
+
+    is_green: bool
+    error: float
+    reason: str | None = None
+
+
+def check(case: Case, provider: Provider, device: torch.device, with_gradients: bool) -> Gate:
+    """Run `provider` on `case` once and compare."""
+    inputs = case.make_inputs(device)
+    blocks = _row_blocks(case.seqlen_q)
+    dout = _sampled_dout(case, blocks, device)
+    leaves = tuple(tensor.requires_grad_(with_gradients) for tensor in (inputs.query, inputs.key, inputs.value))
+    with torch.set_grad_enabled(with_gradients):
+        out = provider.prepare(case, inputs)(*leaves)
+    found = {"out": torch.cat([out.detach()[:, rows] for rows in blocks], dim=1)}
+    if with_gradients:
+        found |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
+        found["dq"] = torch.cat([found["dq"][:, rows] for rows in blocks], dim=1)
+    exact = _oracle(case, inputs, blocks, dout, torch.float64, with_gradients)
+    plain = _oracle(case, inputs, blocks, dout, DTYPES[case.dtype], with_gradients)
+    reasons = []
+    for name, tensor in found.items():
+        error, allowed = _largest_error(tensor, exact[name]), _allowed(plain[name], exact[name], DTYPES[case.dtype])
+        # Written so that a NaN is red.
+        if not error <= allowed:
+            reasons.append(f"{name} is off by {error:.3g}, allowed {allowed:.3g}")
+    return Gate(not reasons, _largest_error(found["out"], exact["out"]), "; ".join(reasons) or None)
+
+
+def _row_blocks(seqlen_q: int) -> list[slice]:
+    """All rows of a short case, three blocks of a long one."""
+    if seqlen_q <= _MAX_UNSAMPLED_ROWS:
+        return [slice(0, seqlen_q)]
+    starts = (0, (seqlen_q - _ROWS_PER_BLOCK) // 2, seqlen_q - _ROWS_PER_BLOCK)
+    return [slice(start, start + _ROWS_PER_BLOCK) for start in starts]
+
+
+def _sampled_dout(case: Case, blocks: list[slice], device: torch.device) -> Tensor:
+    """A random gradient of out that is 0 outside `blocks`."""
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.zeros(case.batch, case.seqlen_q, case.num_heads_q, case.head_dim_v)
+    for rows in blocks:
+        dout[:, rows] = torch.randn(dout[:, rows].shape, generator=generator)
+    return dout.to(device=device, dtype=DTYPES[case.dtype])
+
+
+def _oracle(
+    case: Case, inputs: AttentionInputs, blocks: list[slice], dout: Tensor, dtype: torch.dtype, with_gradients: bool
+) -> dict[str, Tensor]:
+    """out on the rows of `blocks`, and dq there, and dk, dv of those rows together."""
+    key, value = (tensor.detach().to(dtype).requires_grad_(with_gradients) for tensor in (inputs.key, inputs.value))
+    outs, dqs, dk, dv = [], [], torch.zeros_like(key), torch.zeros_like(value)
+    for rows in blocks:
+        query = inputs.query.detach()[:, rows].to(dtype).requires_grad_(with_gradients)
+        out = reference.attention_rows(
+            query,
+            key,
+            value,
+            case.spec,
+            shift=case.seqlen_k - case.seqlen_q,
+            bias=None if inputs.bias is None else inputs.bias[:, :, rows],
+            alibi_slopes=inputs.alibi_slopes,
+            sinks=inputs.sinks,
+            seed=inputs.seed,
+            first_row=rows.start,
+            dtype=dtype,
+        ).out
+        outs.append(out.detach())
+        if with_gradients:
+            gradients = torch.autograd.grad(out, (query, key, value), dout[:, rows].to(dtype))
+            dqs.append(gradients[0])
+            dk, dv = dk + gradients[1], dv + gradients[2]
+    exact = {"out": torch.cat(outs, dim=1)}
+    return exact | {"dq": torch.cat(dqs, dim=1), "dk": dk.detach(), "dv": dv.detach()} if with_gradients else exact
+
+
+def _largest_error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact.double()).abs().max()) if exact.numel() else 0.0
+
+
+def _allowed(plain: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+    largest = float(exact.abs().max()) if exact.numel() else 0.0
+    return _ERROR_FACTOR * _largest_error(plain, exact) + _ROUNDING_ULPS * torch.finfo(dtype).eps * largest

@@ -1,0 +1,60 @@
+"""One provider on one case in one mode, ready to be called: what timing, memory and the gate have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tilestream.bench.cases import Case
+from tilestream.bench.providers import Provider
+
+__all__ = ["MODES", "Mode", "Run", "make_run"]
+
+Mode = Literal["forward", "backward", "both"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass
+class Run:
+    """`setup` is not timed, `call` is; `call` returns out, or dq, dk, dv, or all four."""
+
+    setup: Callable[[], None]
+    call: Callable[[], tuple[Tensor, ...]]
+
+
+def make_run(case: Case, provider: Provider, mode: Mode, device: torch.device, seed: int = 0) -> Run:
+    """Inputs on `device`, and the timed part of `mode`: forward in inference mode, backward, or both."""
+    inputs = case.make_inputs(device, seed)
+    query, key, value = inputs.query, inputs.key, inputs.value
+    forward = provider.prepare(case, inputs)
+    if mode == "forward":
+
+        def infer() -> tuple[Tensor, ...]:
+            with torch.inference_mode():
+                return (forward(query, key, value),)
+
+        return Run(lambda: None, infer)
+
+    leaves = tuple(tensor.requires_grad_() for tensor in (query, key, value))
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape = (case.batch, case.seqlen_q, case.num_heads_q, case.head_dim_v)
+    dout = torch.randn(shape, generator=generator).to(device=device, dtype=query.dtype)
+    graph: list[Tensor] = []
+
+    def setup() -> None:
+        graph[:] = [forward(*leaves)]
+
+    def backward() -> tuple[Tensor, ...]:
+        if not graph:
+            setup()
+        return torch.autograd.grad(graph.pop(), leaves, dout)
+
+    def both() -> tuple[Tensor, ...]:
+        out = forward(*leaves)
+        return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+    return Run(setup, backward) if mode == "backward" else Run(lambda: None, both)

@@ -1,0 +1,169 @@
+"""Write the generated parts of README.md: what stands between ``<!-- generated:NAME -->`` and ``<!-- /generated -->``.
+
+    python tools/readme.py                      write them again
+    python tools/readme.py --check              exit 1 if they are out of date
+    python tools/readme.py --demo demo-output   first take over what `tilestream demo` wrote there
+
+Numbers come from the JSON lines in benchmarks/results, the support matrix from every backend's `supports`, the
+algorithm from teaching.py. Nothing between the markers is typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilestream import dispatch, teaching
+from tilestream.bench.report import Table, format_bytes, markdown_table, measurement_table, read_lines
+from tilestream.problem import SUPPORTED_DTYPES, Problem
+from tilestream.spec import AttentionSpec, Band
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "images" / "demo.png"
+DEMO_FILES = {
+    "attention.jsonl": RESULTS / "demo-attention.jsonl",
+    "model.jsonl": RESULTS / "demo-model.jsonl",
+    "attention.png": PICTURE,
+}
+
+_MARKED = re.compile(r"(<!-- generated:(?P<name>[a-z-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+_NO_NUMBERS = "No results are committed yet; `make demo` prints them for your machine."
+
+# What is asked of every backend: how the question differs from plain attention over 1024 tokens.
+_QUESTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"spec": AttentionSpec(band=Band(None, 0))},
+    "window": {"spec": AttentionSpec(band=Band(128, 64))},
+    "soft cap": {"spec": AttentionSpec(softcap=30.0)},
+    "bias, learnable": {"spec": AttentionSpec(has_bias=True)},
+    "ALiBi": {"spec": AttentionSpec(has_alibi=True)},
+    "sinks, learnable": {"spec": AttentionSpec(has_sinks=True)},
+    "dropout": {"spec": AttentionSpec(dropout_p=0.1)},
+    "deterministic gradients": {"spec": AttentionSpec(deterministic=True)},
+    "GQA, MQA": {"num_heads_kv": 2},
+    "seqlen_q != seqlen_k": {"seqlen_k": 100},
+    "head_dim_v != head_dim": {"head_dim_v": 128},
+    "head_dim 40": {"head_dim": 40},
+    "head_dim 256": {"head_dim": 256},
+    "head_dim 512": {"head_dim": 512},
+}
+_PACKED = "packed sequences (varlen)"
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+def support() -> str:
+    """Feature by backend and device: the dtypes for which forward and backward both run."""
+    columns = [(name, device_type) for name in dispatch.BACKENDS for device_type in _DEVICE_TYPES]
+    headers = ("feature", *(f"`{name}` on {device_type}" for name, device_type in columns))
+    rows = [(feature, *(_dtypes(feature, *column) for column in columns)) for feature in (*_QUESTIONS, _PACKED)]
+    return markdown_table(Table(headers, rows))
+
+
+def _dtypes(feature: str, backend: str, device_type: str) -> str:
+    """The dtypes of one cell of the support matrix, such as `f16 bf16`."""
+    accepted = []
+    for dtype in SUPPORTED_DTYPES:
+        sizes = {"seqlen_q": 1024, "num_heads_q": 8, "head_dim": 64, **_QUESTIONS.get(feature, {})}
+        problem = Problem.dense(dtype=dtype, device_type=device_type, **sizes)
+        if feature == _PACKED:
+            problem = problem.packed([1024, 200], [1024, 300])
+        directions = (problem, dataclasses.replace(problem, is_backward=True))
+        if all(dispatch.backend(backend).supports(direction) is None for direction in directions):
+            accepted.append(str(dtype).removeprefix("torch.").replace("float", "f"))
+    return "all" if len(accepted) == len(SUPPORTED_DTYPES) else " ".join(accepted) or "no"
+
+
+def teaching_forward() -> str:
+    """The forward of teaching.py. The fence is not `python`, so it is shown but not run: imports are not part of it."""
+    return f"```py\n{inspect.getsource(teaching.forward)}```"
+
+
+def demo_attention() -> str:
+    """The first half of `tilestream demo`."""
+    path = DEMO_FILES["attention.jsonl"]
+    if not path.exists():
+        return _NO_NUMBERS
+    lines = read_lines(path)
+    return f"{markdown_table(measurement_table(lines))}\n\nOn {_machine(lines[0])}."
+
+
+def demo_model() -> str:
+    """The second half of `tilestream demo`."""
+    path = DEMO_FILES["model.jsonl"]
+    if not path.exists():
+        return _NO_NUMBERS
+    lines = read_lines(path)
+    shown: dict[str, Callable[[dict[str, Any]], str]] = {
+        "perplexity": lambda line: f"{line['perplexity']:.4f}",
+        "reading, tokens/s": lambda line: f"{line['prefill_tokens_per_s']:.1f}",
+        "writing, tokens/s": lambda line: f"{line['decode_tokens_per_s']:.1f}",
+        "peak memory of reading, beyond the model": lambda line: format_bytes(line["peak_rise_bytes"]),
+    }
+    rows = [(name, *(show(line) for line in lines)) for name, show in shown.items()]
+    same = all(line["new_tokens"] == lines[0]["new_tokens"] for line in lines)
+    table = markdown_table(Table(("", *(line["arm"] for line in lines)), rows))
+    verdict = f"The {len(lines[0]['new_tokens'])} tokens written next are {'the same' if same else 'NOT the same'}."
+    return f"{table}\n\n{lines[0]['num_tokens']} tokens read, on {_machine(lines[0])}. {verdict}"
+
+
+def _machine(line: dict[str, Any]) -> str:
+    threads = f", {line['num_threads']} threads" if line.get("num_threads") else ""
+    return f"{line['device']}{threads}, torch {line['torch']}"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "demo-attention": demo_attention,
+    "demo-model": demo_model,
+    "support": support,
+    "teaching": teaching_forward,
+}
+
+
+def regenerate(text: str) -> str:
+    """`text` with every marked part written again."""
+    found = [match["name"] for match in _MARKED.finditer(text)]
+    if sorted(found) != sorted(PARTS):
+        raise ValueError(f"README.md marks the parts {sorted(found)}, this program writes {sorted(PARTS)}")
+    return _MARKED.sub(lambda match: f"{match[1]}{PARTS[match['name']]()}\n{match[3]}", text)
+
+
+def take_over(demo: Path) -> None:
+    """Copy what the demo wrote to the places that are committed."""
+    for name, target in DEMO_FILES.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(demo / name, target)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program; returns its exit code."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if something would change")
+    parser.add_argument("--demo", type=Path, metavar="DIR", help="output folder of `tilestream demo` to take over")
+    options = parser.parse_args(arguments)
+    if options.demo is not None:
+        take_over(options.demo)
+    text = README.read_text(encoding="utf-8")
+    wanted = regenerate(text)
+    if options.check:
+        if text != wanted:
+            sys.stderr.write("README.md is out of date: run `make readme`\n")
+        return int(text != wanted)
+    README.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
