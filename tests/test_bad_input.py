@@ -205,7 +205,7 @@ def test_the_valid_calls_are_valid(call: Callable[..., Any]) -> None:
 def test_everything_but_tensors_is_keyword_only() -> None:
     query, key, value = (torch.randn(1, 3, 1, 4) for _ in range(3))
     with pytest.raises(TypeError):
-        tilestream.attention(query, key, value, True)  # type: ignore[misc]
+        tilestream.attention(query, key, value, True)
     with pytest.raises(TypeError, match="is_causal"):
         tilestream.attention(query, key, value, is_causal=True)  # type: ignore[call-arg]
 

@@ -264,7 +264,7 @@ def _dense(inputs: AttentionInputs, shift: int | None, options: _Options) -> Att
     check_tensors(inputs)
     if shift is None:
         shift = inputs.key.shape[1] - inputs.query.shape[1]
-    return ops.apply(inputs, _numbers(inputs, options, shift, None, None))
+    return ops.apply(_draw_seed(inputs, options), _numbers(inputs, options, shift, None, None))
 
 
 def _varlen(
@@ -277,7 +277,7 @@ def _varlen(
     check_tensors(inputs, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if _values_are_readable(inputs.cu_seqlens_q) and _values_are_readable(inputs.cu_seqlens_k):
         check_cu_seqlens_values(inputs, max_seqlen_q, max_seqlen_k)
-    return ops.apply(inputs, _numbers(inputs, options, None, max_seqlen_q, max_seqlen_k))
+    return ops.apply(_draw_seed(inputs, options), _numbers(inputs, options, None, max_seqlen_q, max_seqlen_k))
 
 
 def _prepare(
@@ -288,7 +288,7 @@ def _prepare(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> AttentionInputs:
-    """Check the plain arguments, apply autocast, and turn the seed into a tensor."""
+    """Check the plain arguments, apply autocast, and turn a given seed into a tensor."""
     check_arguments(
         causal=options["causal"],
         deterministic=options["deterministic"],
@@ -304,11 +304,18 @@ def _prepare(
     for name, tensor in zip(("query", "key", "value"), inputs[:3], strict=True):
         if not isinstance(tensor, Tensor):
             raise DtypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
-    device = inputs.query.device
     inputs = _autocast(inputs)
-    if options["dropout_p"] > 0:
-        inputs = inputs._replace(seed=_seed_tensor(options["seed"], device))
+    seed = options["seed"]
+    if options["dropout_p"] > 0 and seed is not None:
+        inputs = inputs._replace(seed=_seed_tensor(seed, inputs.query.device))
     return inputs
+
+
+def _draw_seed(inputs: AttentionInputs, options: _Options) -> AttentionInputs:
+    """A seed from torch's generator where dropout needs one; last, so that a refused call draws nothing."""
+    if options["dropout_p"] == 0 or inputs.seed is not None:
+        return inputs
+    return inputs._replace(seed=torch.randint(2**62, (1,), dtype=torch.int64, device=inputs.query.device))
 
 
 def _autocast(inputs: AttentionInputs) -> AttentionInputs:
@@ -324,11 +331,9 @@ def _autocast(inputs: AttentionInputs) -> AttentionInputs:
     return inputs._replace(query=query, key=key, value=value)
 
 
-def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+def _seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
     if isinstance(seed, Tensor):
         return seed
-    if seed is None:
-        return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
     if not isinstance(seed, int | torch.SymInt) or isinstance(seed, bool):
         raise DtypeError(f"seed must be an int or one int64 element, got {type(seed).__name__}.")
     if not isinstance(seed, torch.SymInt) and not -(2**63) <= seed < 2**63:

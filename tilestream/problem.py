@@ -209,7 +209,7 @@ def check_arguments(
         if not isinstance(flag, bool):
             raise DtypeError(f"{name} must be True or False, got {type(flag).__name__}.")
     if backend is not None and not isinstance(backend, str):
-        raise DtypeError(f"backend must be a name or None, got {type(backend).__name__}.")
+        raise DtypeError(f"backend must be a name or None, got {backend!r}.")
     if window is not None:
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise ArgumentError(f"window must be (left, right), two ints or None each; got {window!r}.")
