@@ -24,6 +24,10 @@ class Backend(Protocol):
         """None if `forward` and `backward` can run `problem`, else the reason why not."""
         ...
 
+    def tile_shape(self, problem: Problem) -> tuple[int, int]:
+        """(block_m, block_n) per query head that a dense `problem` is cut into; never changes results."""
+        ...
+
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
         """out, contiguous, in the input dtype; lse in float32 (float64 for float64 inputs)."""
         ...

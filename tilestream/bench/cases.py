@@ -67,20 +67,17 @@ class Case:
 
     def problem(self, device_type: str) -> Problem:
         """The case as a `Problem`, without tensors."""
-        return Problem(
+        return Problem.dense(
             batch=self.batch,
-            num_heads_q=self.num_heads_q,
-            num_heads_kv=self.num_heads_kv,
             seqlen_q=self.seqlen_q,
             seqlen_k=self.seqlen_k,
+            num_heads_q=self.num_heads_q,
+            num_heads_kv=self.num_heads_kv,
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             dtype=DTYPES[self.dtype],
             device_type=device_type,
             spec=self.spec,
-            shift=self.seqlen_k - self.seqlen_q,
-            total_q=self.batch * self.seqlen_q,
-            total_k=self.batch * self.seqlen_k,
         )
 
     def make_inputs(self, device: torch.device, seed: int = 0) -> AttentionInputs:

@@ -22,9 +22,6 @@ from tilestream.tiles import key_span
 
 __all__ = ["Forward", "Provider", "provider_named", "provider_names", "tiled_traffic"]
 
-# Rows of a query tile, where the query heads of a KV head are packed into one tile.
-_PACKED_TILE_ROWS = {"cpu": 256}
-
 # query, key, value of a case -> out (B, M, H, E); everything else is prepared ahead and not timed.
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -73,12 +70,12 @@ def tiled_traffic(problem: Problem, backend: str | None, backward: bool) -> Traf
     """What tilestream moves for a dense `problem` with the tiles of `backend`, or of the one it would choose.
 
     Returns:
-        None where no backend can run it, or where nobody has written down the backend's tiles.
+        None where no backend can run it.
     """
     chosen = backend or dispatch.explain(problem).chosen
-    if chosen not in _PACKED_TILE_ROWS:
+    if chosen is None:
         return None
-    block_m = max(1, min(problem.seqlen_q, _PACKED_TILE_ROWS[chosen] // problem.group))
+    block_m, _ = dispatch.backend(chosen).tile_shape(problem)
     return tiled_bytes(problem, block_m, backward, packs_group=True)
 
 

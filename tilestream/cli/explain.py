@@ -95,48 +95,37 @@ def problem_of(args: argparse.Namespace) -> Problem:
         has_sinks=args.sinks,
         deterministic=args.deterministic,
     )
-    problem = Problem(
+    dense = Problem.dense(
         batch=1 if args.batch is None else args.batch,
+        seqlen_q=1024 if args.seqlen_q is None else args.seqlen_q,
+        seqlen_k=args.seqlen_k,
         num_heads_q=args.heads,
         num_heads_kv=kv_heads,
-        seqlen_q=1024 if args.seqlen_q is None else args.seqlen_q,
-        seqlen_k=0,
         head_dim=args.head_dim,
-        head_dim_v=args.head_dim if args.head_dim_v is None else args.head_dim_v,
+        head_dim_v=args.head_dim_v,
         dtype=DTYPES[args.dtype],
         device_type=args.device.type,
         spec=spec,
-        shift=0,
         is_backward=args.backward,
     )
     if args.varlen is None:
-        seqlen_k = problem.seqlen_q if args.seqlen_k is None else args.seqlen_k
-        return _with_lengths(problem, problem.batch, problem.seqlen_q, seqlen_k)
+        return dense
     for name in ("batch", "seqlen_q", "seqlen_k"):
         if getattr(args, name) is not None:
             raise ArgumentError(f"--{name.replace('_', '-')} and --varlen exclude each other.")
-    longest, total = max(args.varlen), sum(args.varlen)
-    packed = _with_lengths(problem, len(args.varlen), longest, longest)
-    return replace(packed, shift=None, layout="varlen", total_q=total, total_k=total)
-
-
-def _with_lengths(problem: Problem, batch: int, seqlen_q: int, seqlen_k: int) -> Problem:
-    """`problem` as a dense call of these lengths, ends aligned."""
-    return replace(
-        problem,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        shift=seqlen_k - seqlen_q,
-        layout="dense",
-        total_q=batch * seqlen_q,
-        total_k=batch * seqlen_k,
-    )
+    return dense.packed(args.varlen, args.varlen)
 
 
 def _dense_parts(problem: Problem, varlen: list[int] | None) -> list[Problem]:
     """The dense calls whose costs add up to those of `problem`."""
-    return [problem] if varlen is None else [_with_lengths(problem, 1, length, length) for length in varlen]
+    if varlen is None:
+        return [problem]
+    return [
+        replace(
+            problem, batch=1, seqlen_q=length, seqlen_k=length, shift=0, layout="dense", total_q=length, total_k=length
+        )
+        for length in varlen
+    ]
 
 
 def describe_backends(console: Console, explanation: dispatch.Explanation) -> None:
@@ -193,9 +182,12 @@ def _title(problem: Problem) -> str:
 
 def typical_problem(device_type: str, dtype: torch.dtype) -> Problem:
     """A call as a language model makes it: 4096 tokens, 32 heads over 8 KV heads, head_dim 128, causal."""
-    spec = AttentionSpec(band=Band(None, 0), scale=default_scale(128))
-    problem = Problem(
-        batch=1, num_heads_q=32, num_heads_kv=8, seqlen_q=0, seqlen_k=0, head_dim=128, head_dim_v=128,
-        dtype=dtype, device_type=device_type, spec=spec, shift=0,
-    )  # fmt: skip
-    return _with_lengths(problem, 1, 4096, 4096)
+    return Problem.dense(
+        seqlen_q=4096,
+        num_heads_q=32,
+        num_heads_kv=8,
+        head_dim=128,
+        dtype=dtype,
+        device_type=device_type,
+        spec=AttentionSpec(band=Band(None, 0), scale=default_scale(128)),
+    )

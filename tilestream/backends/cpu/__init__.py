@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tilestream.backends.cpu import varlen
+from tilestream.backends.cpu import layout, varlen
 from tilestream.problem import SUPPORTED_DTYPES, AttentionInputs, Gradients, Problem
 from tilestream.state import AttentionOutput
 
@@ -23,6 +23,10 @@ class CpuBackend:
         if problem.dtype.itemsize == 8 and problem.device_type == "mps":
             return "float64 does not exist on mps"
         return None
+
+    def tile_shape(self, problem: Problem) -> tuple[int, int]:
+        """See `Backend.tile_shape`."""
+        return layout.tile_shape(problem, problem.seqlen_q, problem.seqlen_k)
 
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
         """See `Backend.forward`."""
