@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tilestream
 from tilestream import reference
+from tilestream.spec import default_scale
 from tilestream.state import AttentionOutput
 
 __all__ = ["CaseInputs", "embed", "make_inputs", "visible_mask"]
@@ -42,24 +43,64 @@ class CaseInputs:
         result = self._call(call, leaves, backend=backend, **deterministic)
         return result, self._backward(result, leaves)
 
-    def oracle(self, dtype: torch.dtype) -> tuple[AttentionOutput, dict[str, Tensor]]:
-        """The materialised result and gradients, every operation in `dtype`."""
+    def oracle(
+        self, dtype: torch.dtype, cotangents: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[AttentionOutput, dict[str, Tensor]]:
+        """The materialised result and gradients, every operation in `dtype`; of (dout, dlse) or of `cotangents`."""
         leaves = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in self.leaves.items()}
         call = reference.attention if self.cu_seqlens is None else reference.attention_varlen
         result = self._call(call, leaves, dtype=dtype)
         if not result.out.requires_grad:  # no sequence at all: nothing was computed from the leaves
             return result, {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-        return result, self._backward(result, leaves)
+        return result, self._backward(result, leaves, cotangents)
 
     def _call(self, call: Callable[..., AttentionOutput], leaves: dict[str, Tensor], **more: Any) -> AttentionOutput:
         positional = [leaves[name] for name in ("query", "key", "value")]
         keywords = {name: leaf for name, leaf in leaves.items() if name in ("bias", "sinks")}
         return call(*positional, *(self.cu_seqlens or ()), **keywords, **self.rest, **self.arguments, **more)
 
-    def _backward(self, result: AttentionOutput, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-        outputs = [(result.out, self.dout.to(result.out.dtype))]
-        if self.case.with_dlse:
-            outputs.append((result.lse, self.dlse.to(result.lse.dtype)))
+    def largest_terms(self) -> dict[str, float]:
+        """Size of the terms P * (dP - delta) that cancel in each gradient: their rounding stays when their sum is 0."""
+        tensors = {name: leaf.detach().to(torch.float64).nan_to_num(nan=0.0) for name, leaf in self.leaves.items()}
+        dout, value = self.dout.to(torch.float64).flatten(0, -3), tensors["value"].flatten(0, -3)
+        value = value.repeat_interleave(dout.shape[1] // value.shape[1], dim=1)
+        products = torch.einsum("ihe,jhe->hij", dout, value)
+        dp = float(products.abs().max()) / (1.0 - self.case.dropout_p) if products.numel() else 0.0
+        scale = default_scale(self.case.widths[0]) if self.case.scale is None else abs(self.case.scale)
+        sizes = {name: float(x.abs().max()) if x.numel() else 0.0 for name, x in tensors.items()}
+        return {
+            "query": scale * dp * sizes["key"],
+            "key": scale * dp * sizes["query"],
+            "value": 0.0,
+            "bias": dp,
+            "sinks": dp,
+        }
+
+    def saved_state_gradients(self) -> dict[str, Tensor]:
+        """The exact gradients of a backward that reads `out` and `lse` rounded to their dtypes, in float64.
+
+        That is what no backward without the score matrix can be better than. Rounding lse by e scales row i of P by
+        exp(-e); rounding out changes delta by rowsum((rounded - out) * dout). Both together are the oracle's gradients
+        for other cotangents: ``exp(-e) * dout`` and ``exp(-e) * (dlse - change of delta)``.
+        """
+        with torch.no_grad():
+            exact, _ = self.oracle(torch.float64)
+            lse_dtype = torch.float64 if self.case.dtype == torch.float64 else torch.float32
+            rounding = (exact.lse.to(lse_dtype) - exact.lse).nan_to_num(nan=0.0)
+            dout = self.dout.to(torch.float64)
+            delta_change = ((exact.out.to(self.case.dtype) - exact.out) * dout).sum(dim=-1).transpose(-1, -2)
+            dlse = self.dlse.to(torch.float64) if self.case.with_dlse else torch.zeros_like(exact.lse)
+            factor = torch.exp(-rounding)
+            cotangents = (factor.transpose(-1, -2).unsqueeze(-1) * dout, factor * (dlse - delta_change))
+        return self.oracle(torch.float64, cotangents)[1]
+
+    def _backward(
+        self, result: AttentionOutput, leaves: dict[str, Tensor], cotangents: tuple[Tensor, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        dout, dlse = cotangents or (self.dout, self.dlse if self.case.with_dlse else None)
+        outputs = [(result.out, dout.to(result.out.dtype))]
+        if dlse is not None:
+            outputs.append((result.lse, dlse.to(result.lse.dtype)))
         gradients = torch.autograd.grad(
             [tensor for tensor, _ in outputs],
             list(leaves.values()),

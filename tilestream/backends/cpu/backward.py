@@ -132,6 +132,9 @@ def _tile_gradients(score_tile: ScoreTile, rows: _Rows, keys: _Keys, dbias: Tens
     if visible is not None:
         ds_mn.masked_fill_(~visible, 0.0)
     ds_mn = score_tile.backward(ds_mn, raw_mn, dbias)
+    if visible is not None and raw_mn is not None:
+        # softcap multiplied by a derivative that is NaN where the dot product is.
+        ds_mn.masked_fill_(~visible, 0.0)
     add_product(rows.dq_m, ds_mn, k_n, visible)
     add_product(dk_n, ds_mn.transpose(1, 2), rows.q_m, seen_by_keys)
 
