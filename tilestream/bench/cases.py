@@ -110,6 +110,7 @@ _NAMED = (
     Case("full_1k"),
     Case("causal_1k", causal=True),
     Case("causal_4k", seqlen_q=4096, seqlen_k=4096, causal=True),
+    Case("full_8k", seqlen_q=8192, seqlen_k=8192),
     Case("causal_8k", seqlen_q=8192, seqlen_k=8192, causal=True),
     Case("gqa_4k", seqlen_q=4096, seqlen_k=4096, num_heads_q=8, num_heads_kv=2, causal=True),
     Case("window_8k", seqlen_q=8192, seqlen_k=8192, causal=True, window=(511, 0)),
