@@ -149,11 +149,15 @@ def add_product(acc: Tensor, weights: Tensor, operand: Tensor, visible: Tensor |
     With `visible` (bool, shaped as `weights`) an operand row that is not finite reaches only the rows of `acc` that
     see it; without, 0 * NaN would poison the others.
     """
+    finite = None if visible is None else torch.isfinite(operand)
+    safe = operand if finite is None else operand.masked_fill(~finite, 0.0)
+    if acc.is_contiguous():
+        acc.baddbmm_(weights, safe)
+    else:
+        # Into a slice of a larger accumulator baddbmm_ would run one product after the other.
+        acc.add_(torch.bmm(weights, safe))
     if visible is None:
-        acc.baddbmm_(weights, operand)
         return
-    finite = torch.isfinite(operand)
-    acc.baddbmm_(weights, operand.masked_fill(~finite, 0.0))
     sees = visible.to(acc.dtype)
     for is_kind, kind in (
         (operand == _INFINITY, _INFINITY),
