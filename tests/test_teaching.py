@@ -20,8 +20,8 @@ def test_teaching_equals_the_oracle(band: Band, lengths: tuple[int, int], blocks
     q, k, v = torch.randn(seqlen_q, 16), torch.randn(seqlen_k, 16), torch.randn(seqlen_k, 8)
     dout = torch.randn(seqlen_q, 8)
     block_m, block_n = blocks
-    out, lse = teaching.forward(q, k, v, 0.3, band, block_m, block_n)
-    gradients = teaching.backward(q, k, v, out, lse, dout, 0.3, band, block_m, block_n)
+    out, lse = teaching.forward(q, k, v, 0.3, band, block_m=block_m, block_n=block_n)
+    gradients = teaching.backward(q, k, v, out, lse, dout, 0.3, band, block_m=block_m, block_n=block_n)
 
     leaves = [x.double()[None, :, None].requires_grad_() for x in (q, k, v)]
     exact = reference.attention(*leaves, window=(band.left, band.right), scale=0.3)
@@ -36,8 +36,8 @@ def test_teaching_equals_the_oracle(band: Band, lengths: tuple[int, int], blocks
 def test_rows_without_keys_are_zero_and_never_nan() -> None:
     """Causal with more queries than keys: the first queries meet no key."""
     q, k, v = torch.randn(9, 4), torch.randn(3, 4), torch.randn(3, 4)
-    out, lse = teaching.forward(q, k, v, 0.5, Band(None, 0), 4, 2)
-    dq, dk, dv = teaching.backward(q, k, v, out, lse, torch.ones(9, 4), 0.5, Band(None, 0), 4, 2)
+    out, lse = teaching.forward(q, k, v, 0.5, Band(None, 0), block_m=4, block_n=2)
+    dq, dk, dv = teaching.backward(q, k, v, out, lse, torch.ones(9, 4), 0.5, Band(None, 0), block_m=4, block_n=2)
     assert torch.equal(out[:6], torch.zeros(6, 4))
     assert torch.equal(dq[:6], torch.zeros(6, 4))
     assert bool((lse[:6] == -float("inf")).all())
