@@ -306,8 +306,10 @@ def _prepare(
             raise DtypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
     inputs = _autocast(inputs)
     seed = options["seed"]
-    if options["dropout_p"] > 0 and seed is not None:
-        inputs = inputs._replace(seed=_seed_tensor(seed, inputs.query.device))
+    if seed is not None:
+        seed = _seed_tensor(seed, inputs.query.device)
+        if options["dropout_p"] > 0:
+            inputs = inputs._replace(seed=seed)
     return inputs
 
 
@@ -368,7 +370,7 @@ def _values_are_readable(tensor: Tensor | None) -> bool:
     """Whether reading the values is free: a plain CPU tensor, outside tracing."""
     return (
         tensor is not None
-        and type(tensor) is Tensor
+        and type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"
         and not torch.compiler.is_compiling()
     )

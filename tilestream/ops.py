@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilestream import dispatch
 from tilestream.errors import UnsupportedError
@@ -80,10 +81,19 @@ def apply(inputs: AttentionInputs, numbers: Numbers) -> AttentionOutput:
 
 def _call(name: str, *arguments: Any) -> tuple[Tensor, ...]:
     """Call an operator; under torch.func transforms through an autograd.Function, which those can differentiate."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.tilestream, name)(*arguments)  # type: ignore[no-any-return]
+    # Operators drop forward-mode tangents without a word.
+    if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments):
+        raise UnsupportedError("attention has no forward-mode derivative (jvp, jacfwd, hessian); use reverse mode.")
+    if torch._C._are_functorch_transforms_active():
         results: tuple[Tensor, ...] = _FUNCTIONS[name].apply(*arguments)
         return results
     return getattr(torch.ops.tilestream, name)(*arguments)  # type: ignore[no-any-return]
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[AttentionInputs, Numbers]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +26,8 @@ __all__ = [
 ]
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LARGEST_NUMBER = 3.4e38
+_LARGEST_INT = 2**62
 _DENSE_AXES = "batch, seqlen, heads, head_dim"
 _VARLEN_AXES = "total_tokens, heads, head_dim"
 
@@ -218,6 +219,8 @@ def check_arguments(
                 raise DtypeError(f"window {name} must be an int or None, got {type(limit).__name__}.")
             if limit is not None and limit < 0:
                 raise ArgumentError(f"window {name} is {limit}, but must be at least 0; None means no limit.")
+            if limit is not None and limit >= 2**63:
+                raise ArgumentError(f"window {name} is {limit}, which is no 64-bit int; None means no limit.")
     if scale is not None:
         _check_number("scale", scale)
     _check_number("softcap", softcap)
@@ -231,6 +234,8 @@ def check_arguments(
             raise DtypeError(f"{name} must be an int, got {type(number).__name__}; pass int({name}).")
         if number is not None and number < 0 and name != "shift":
             raise ArgumentError(f"{name} is {number}, but must be at least 0.")
+    if shift is not None and not -_LARGEST_INT <= shift <= _LARGEST_INT:
+        raise ArgumentError(f"shift is {shift}, but must lie within 2**62 of 0.")
 
 
 def check_tensors(inputs: AttentionInputs, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> None:
@@ -304,8 +309,8 @@ def _check_number(name: str, value: object) -> None:
     if not isinstance(value, int | float | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
         raise DtypeError(f"{name} must be a Python number, got {type(value).__name__}; pass float({name}).")
     # A comparison, because torch.compile with symbolic numbers traces that and not math.isfinite.
-    if not -math.inf < value < math.inf:
-        raise ArgumentError(f"{name} must be finite, got {value}.")
+    if not -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER:
+        raise ArgumentError(f"{name} must be finite in float32, got {value}.")
 
 
 def _check_kinds(inputs: AttentionInputs, is_varlen: bool) -> None:
@@ -316,6 +321,9 @@ def _check_kinds(inputs: AttentionInputs, is_varlen: bool) -> None:
             raise DtypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
     query, key, value = inputs.query, inputs.key, inputs.value
     rank = 3 if is_varlen else 4
+    for name, tensor in zip(names, inputs, strict=True):
+        if tensor is not None and tensor.layout != torch.strided:
+            raise ShapeError(f"{name} must be a dense tensor, got layout {tensor.layout}; pass {name}.to_dense().")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != rank:
             raise ShapeError(f"{name} must have rank {rank}, got rank {tensor.dim()}.{_shapes(inputs)}")

@@ -125,6 +125,8 @@ def merge(*pairs: tuple[Tensor, Tensor], out_dtype: torch.dtype | None = None) -
         True
     """
     _check_pairs(pairs)
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise DtypeError(f"merge: out_dtype must be floating point, got {out_dtype}.")
     lse = torch.stack([pair_lse for _, pair_lse in pairs])
     compute_dtype = lse.dtype
     # Detaching the maximum is exact (it cancels), and finite_or_zero keeps rows without keys free of NaN.

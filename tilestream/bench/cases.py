@@ -123,7 +123,7 @@ _NAMED = (
     Case("chunk_8k", seqlen_q=512, seqlen_k=8192, causal=True),
     Case("decode_8k", batch=4, seqlen_q=1, seqlen_k=8192, num_heads_q=8, num_heads_kv=2),
 )
-CASES = {case.name: case for case in _NAMED}
+CASES = {case.name: case for case in (*_NAMED, *growing_lengths((512, 1024, 2048, 4096, 8192)))}
 
 
 def case_named(name: str) -> Case:

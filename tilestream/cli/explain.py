@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
     )
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--batch", type=types.length, help="default 1")
-    sizes.add_argument("--seqlen-q", type=types.length, help="queries; default 1024")
+    sizes.add_argument("--seqlen-q", "--seqlen", type=types.length, help="queries; default 1024")
     sizes.add_argument("--seqlen-k", type=types.length, help="keys; default: as queries")
     sizes.add_argument("--heads", type=types.count, default=8, help="query heads; default 8")
     sizes.add_argument("--kv-heads", type=types.count, help="key and value heads; default: as query heads")

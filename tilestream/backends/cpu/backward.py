@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilestream.backends.cpu.forward import scaled_dot_products
 from tilestream.backends.cpu.layout import Chunk, DenseCall, chunks, compute_dtype, pack_rows, tile_shape
-from tilestream.backends.cpu.score import ScoreTile, add_product, is_all_finite
+from tilestream.backends.cpu.score import ScoreTile, add_product, is_tame
 from tilestream.problem import Gradients
 from tilestream.state import AttentionOutput, exp_, finite_or_zero
 from tilestream.tiles import tile_row
@@ -69,7 +69,7 @@ def backward(
     )
     dsinks = torch.zeros(dq.shape[2], dtype=dtype, device=dq.device) if needs_dsinks else None
     block_m, block_n = tile_shape(call.problem, seqlen_q, seqlen_k)
-    is_finite = is_all_finite(call.query, call.key, call.value, dout)
+    tame = is_tame((call.query, call.key), (dout, call.value), scale=call.problem.spec.scale)
     for chunk in chunks(call, block_m, block_n):
         k, v = chunk.key_rows(call.key, dtype), chunk.key_rows(call.value, dtype)
         keys = _Keys(
@@ -80,7 +80,7 @@ def backward(
         for m_start in range(0, seqlen_q, block_m):
             rows = _pack(call, chunk, m_start, min(m_start + block_m, seqlen_q), output, dout, dlse)
             for tile in tile_row(call.problem.spec.band, call.shift, rows.m_start, rows.m_end, seqlen_k, block_n):
-                _tile_gradients(ScoreTile(call, chunk, tile, is_finite), rows, keys, dbias, scratch)
+                _tile_gradients(ScoreTile(call, chunk, tile, tame), rows, keys, dbias, scratch)
             dq_rows[..., rows.m_start : rows.m_end, :] = rows.dq_m.mul_(call.problem.spec.scale).view(
                 *dq_rows.shape[:3], -1, dq_rows.shape[-1]
             )

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tilestream.backends.cpu.layout import Chunk, DenseCall, chunks, compute_dtype, pack_rows
-from tilestream.backends.cpu.score import ScoreTile, per_row
+from tilestream.backends.cpu.score import ScoreTile, is_tame, per_row, product
 from tilestream.problem import DoubleGradients
 from tilestream.state import exp_, finite_or_zero
 from tilestream.tiles import Tile, classify, key_span
@@ -72,13 +72,17 @@ def double_backward(call: DenseCall, dout: Tensor, dlse: Tensor, cotangents: Cot
     )
     num_rows = call.problem.group * max(1, seqlen_k)
     block_m = max(1, min(seqlen_q, _BLOCK_ELEMENTS // num_rows))
+    scale = call.problem.spec.scale
+    pairs = [(call.query, call.key), (dout, call.value), (cotangents.dq, call.key), (call.query, cotangents.dk)]
+    pairs.append((dout, cotangents.dv))
+    tame = is_tame(*((x, y) for x, y in pairs if x is not None and y is not None), scale=scale)
     for chunk in chunks(call, block_m, max(1, seqlen_k)):
         keys = _keys(call, chunk, cotangents)
         for m_start in range(0, seqlen_q, block_m):
             m_end = min(m_start + block_m, seqlen_q)
             n_start, n_end = key_span(call.problem.spec.band, call.shift, m_start, m_end, seqlen_k)
             kind = classify(call.problem.spec.band, call.shift, m_start, m_end, n_start, n_end)
-            score_tile = ScoreTile(call, chunk, Tile(m_start, m_end, n_start, n_end, kind), is_finite=True)
+            score_tile = ScoreTile(call, chunk, Tile(m_start, m_end, n_start, n_end, kind), tame)
             _block_gradients(score_tile, keys, dout, dlse, cotangents, totals)
         for source, target in ((keys.grad_k, totals.key), (keys.grad_v, totals.value)):
             by_head = source.unflatten(0, (chunk.num_batch, chunk.num_heads_kv))
@@ -115,19 +119,27 @@ def _block_gradients(
     q, dout_m = pack(chunk.query_rows(call.query)), pack(chunk.query_rows(dout))
     a = torch.zeros_like(q) if cotangents.dq is None else pack(chunk.query_rows(cotangents.dq))
     x = q @ k.mT * spec.scale
-    tanh = (x / spec.softcap).tanh() if spec.softcap > 0 else None
-    r = 1 - tanh.square() if tanh is not None else torch.ones_like(x)
+    raw_tanh = (x / spec.softcap).tanh() if spec.softcap > 0 else None
     sink = None if call.sinks is None else per_row(call.sinks, chunk, tile.m_end - tile.m_start, dtype)
-    p, p_sink = _softmax(score_tile.forward(x), sink)
+    s = score_tile.forward(x)
+    visible = score_tile.visible(s)
+
+    def hide(x_mn: Tensor) -> Tensor:
+        """0 where an invisible key may have left something that is not finite."""
+        return x_mn if visible is None else x_mn.masked_fill(~visible, 0.0)
+
+    p, p_sink = _softmax(s, sink)
     factor = score_tile.dropout_factor(dtype)
     factor = torch.ones_like(p) if factor is None else factor
 
-    dp = factor * (dout_m @ v.mT)
+    tanh = None if raw_tanh is None else hide(raw_tanh)
+    r = torch.ones_like(p) if tanh is None else 1 - tanh.square()
+    dp = factor * hide(dout_m @ v.mT)
     # dlse - delta: what every column of a row shares, and all of u in the sink's column.
     u_sink = pack(chunk.row_numbers(dlse)) - (p * dp).sum(-1, keepdim=True)
     u = dp + u_sink
     ds = p * u
-    big_a = spec.scale * (a @ k.mT + q @ b.mT)
+    big_a = hide(spec.scale * (a @ k.mT + q @ b.mT))
     big_g = big_a * r
     if cotangents.dbias is not None:
         big_g = score_tile.by_position(big_g).add(score_tile.bias_block(cotangents.dbias)).view(big_g.shape)
@@ -137,7 +149,7 @@ def _block_gradients(
         f = per_row(cotangents.dsinks, chunk, tile.m_end - tile.m_start, dtype)
         g = g + p_sink * f
     h = p * (big_g - g)
-    pb = big_g * u - g * dp + factor * (dout_m @ c.mT)
+    pb = big_g * u - g * dp + factor * hide(dout_m @ c.mT)
     mean_pb = (p * pb).sum(-1, keepdim=True)
     if p_sink is not None and f is not None:
         mean_pb = mean_pb + p_sink * f * u_sink
@@ -150,13 +162,14 @@ def _block_gradients(
 
     rows = slice(tile.m_start, tile.m_end)
     for target, gradient in (
-        (chunk.query_rows(totals.dout), dropped @ v + (factor * p) @ c),
+        (chunk.query_rows(totals.dout), product(dropped, v, visible) + product(factor * p, c, visible)),
         (chunk.row_numbers(totals.dlse), g),
-        (chunk.query_rows(totals.query), spec.scale * (xb @ k + dx @ b)),
+        (chunk.query_rows(totals.query), spec.scale * (product(xb, k, visible) + product(dx, b, visible))),
     ):
         target[..., rows, :] = gradient.view(*target.shape[:3], -1, target.shape[-1])
-    keys.grad_v[:, cut] += dropped.mT @ dout_m
-    keys.grad_k[:, cut] += spec.scale * (xb.mT @ q + dx.mT @ a)
+    seen_by_keys = None if visible is None else visible.mT
+    keys.grad_v[:, cut] += product(dropped.mT, dout_m, seen_by_keys)
+    keys.grad_k[:, cut] += spec.scale * (product(xb.mT, q, seen_by_keys) + product(dx.mT, a, seen_by_keys))
     if totals.bias is not None:
         score_tile.add_bias_gradient(sb, totals.bias)
     if totals.sinks is not None and p_sink is not None:

@@ -5,7 +5,6 @@ Shapes: s_mn, p_mn, ds_mn are (C, G * m, n), viewed as (b, heads, m, n) where a 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from tilestream.backends.cpu.layout import Chunk, DenseCall, compute_dtype
 from tilestream.dropout import keep_mask
 from tilestream.tiles import Tile, TileKind
 
-__all__ = ["ScoreTile", "add_product", "is_all_finite", "per_row"]
+__all__ = ["ScoreTile", "add_product", "is_tame", "per_row", "product"]
 
 _INFINITY = float("inf")
 
@@ -27,8 +26,8 @@ class ScoreTile:
     call: DenseCall
     chunk: Chunk
     tile: Tile
-    # False where an operand may hold NaN or infinities, which must not reach a row through a key it cannot see.
-    is_finite: bool
+    # False where products may be NaN or infinite, which must not reach a row through a key it cannot see.
+    is_tame: bool
 
     def forward(self, s_mn: Tensor) -> Tensor:
         """Turn scaled dot products into masked scores, in place."""
@@ -38,7 +37,7 @@ class ScoreTile:
         if self.call.bias is not None:
             block = self.bias_block(self.call.bias)
             self.by_position(s_mn).add_(block)
-            if not self.is_finite:
+            if not self.is_tame:
                 self.by_position(s_mn).masked_fill_(block == -_INFINITY, -_INFINITY)
         if self.call.alibi_slopes is not None:
             slopes = self._per_head(self.call.alibi_slopes).to(s_mn.dtype)
@@ -62,7 +61,7 @@ class ScoreTile:
 
     def visible(self, s_mn: Tensor) -> Tensor | None:
         """bool, shaped as the masked scores: what `add_product` needs where an operand is not finite, else None."""
-        return None if self.is_finite else s_mn != -_INFINITY
+        return None if self.is_tame else s_mn != -_INFINITY
 
     def add_bias_gradient(self, ds_mn: Tensor, dbias: Tensor) -> None:
         """Add the tile's gradients to `dbias` in place, summed over the dimensions that the bias broadcasts."""
@@ -86,11 +85,13 @@ class ScoreTile:
             range(tile.n_start, tile.n_end),
         )
         factor = kept.to(dtype).div_(1.0 - dropout_p)
-        return factor.view(self.chunk.num_groups, -1, tile.n_end - tile.n_start)
+        num_rows = self.chunk.group * (tile.m_end - tile.m_start)
+        return factor.view(self.chunk.num_groups, num_rows, tile.n_end - tile.n_start)
 
     def by_position(self, x: Tensor) -> Tensor:
         """(C, G * m, n) viewed as (b, heads, m, n)."""
-        return x.view(self.chunk.num_batch, -1, self.tile.m_end - self.tile.m_start, x.shape[-1])
+        num_heads = self.chunk.num_heads_kv * self.chunk.group
+        return x.view(self.chunk.num_batch, num_heads, self.tile.m_end - self.tile.m_start, x.shape[-1])
 
     def _distance(self) -> Tensor:
         """j - (i + shift), int64 (m, n)."""
@@ -106,11 +107,17 @@ class ScoreTile:
         )
         # Distance j - (i + shift) of the tile's first entry; a diagonal of the tile is one distance.
         corner = tile.n_start - (tile.m_start + self.call.shift)
+        num_rows, num_keys = everything.shape
+
+        def diagonal(distance: int) -> int:
+            """A diagonal of the tile; limits may be any int, and triu takes 64 bits."""
+            return max(-num_rows, min(distance - corner, num_keys))
+
         if band.right is None:
             assert band.left is not None
-            return everything.tril(-band.left - 1 - corner)
-        right = everything.triu(band.right + 1 - corner)
-        return right if band.left is None else right.logical_or_(everything.tril_(-band.left - 1 - corner))
+            return everything.tril(diagonal(-band.left - 1))
+        right = everything.triu(diagonal(band.right + 1))
+        return right if band.left is None else right.logical_or_(everything.tril_(diagonal(-band.left - 1)))
 
     def _per_head(self, x: Tensor) -> Tensor:
         """(heads,) or (B, heads) as (b | 1, heads of the chunk, 1, 1)."""
@@ -135,12 +142,36 @@ def per_row(x: Tensor, chunk: Chunk, num_rows: int, dtype: torch.dtype) -> Tenso
     return by_head.expand(chunk.num_batch, -1, -1, num_rows).reshape(chunk.num_groups, -1, 1)
 
 
-def is_all_finite(*tensors: Tensor) -> bool:
-    """Whether products may run without care for 0 * NaN. Looking costs a synchronisation off the CPU: assume not.
+def is_tame(*pairs: tuple[Tensor, Tensor], scale: float = 1.0) -> bool:
+    """Whether no row product of any pair can be or become NaN or infinite, so that no care for 0 * NaN is needed.
 
-    A sum is the cheapest look: it is finite unless an entry is not, or (harmlessly) unless it overflows.
+    Each pair is two tensors whose last dimensions are multiplied and summed. Looking costs a synchronisation off the
+    CPU: there the answer is no.
     """
-    return all(x.device.type == "cpu" and math.isfinite(x.sum(dtype=compute_dtype(x.dtype)).item()) for x in tensors)
+    for one, other in pairs:
+        if one.device.type != "cpu":
+            return False
+        bound = _largest(one) * _largest(other) * max(1.0, abs(scale)) * max(1, one.shape[-1])
+        if not bound < 0.01 * torch.finfo(compute_dtype(one.dtype)).max:
+            return False
+    return True
+
+
+def _largest(x: Tensor) -> float:
+    """The largest magnitude, NaN if there is one; one pass, no copy."""
+    if x.numel() == 0:
+        return 0.0
+    lowest, highest = torch.aminmax(x)
+    return max(abs(lowest.item()), abs(highest.item())) if highest == highest else float("nan")
+
+
+def product(weights: Tensor, operand: Tensor, visible: Tensor | None) -> Tensor:
+    """``weights @ operand``, with `visible` as in `add_product`."""
+    if visible is None:
+        return torch.bmm(weights, operand)
+    total = torch.zeros(*weights.shape[:-1], operand.shape[-1], dtype=operand.dtype, device=operand.device)
+    add_product(total, weights, operand, visible)
+    return total
 
 
 def add_product(acc: Tensor, weights: Tensor, operand: Tensor, visible: Tensor | None) -> None:
