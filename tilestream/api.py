@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilestream import ops
 from tilestream.errors import ArgumentError, DtypeError
-from tilestream.problem import AttentionInputs, check_arguments, check_cu_seqlens_values, check_tensors
+from tilestream.problem import AttentionInputs, check_arguments, check_cu_seqlens_values, check_tensors, check_types
 from tilestream.spec import band_limits, default_scale
 from tilestream.state import AttentionOutput
 
@@ -260,6 +260,7 @@ class _Options(TypedDict):
 
 
 def _dense(inputs: AttentionInputs, shift: int | None, options: _Options) -> AttentionOutput:
+    check_types(inputs, is_varlen=False)
     inputs = _prepare(inputs, options, shift=shift)
     check_tensors(inputs)
     if shift is None:
@@ -270,9 +271,7 @@ def _dense(inputs: AttentionInputs, shift: int | None, options: _Options) -> Att
 def _varlen(
     inputs: AttentionInputs, max_seqlen_q: int | None, max_seqlen_k: int | None, options: _Options
 ) -> AttentionOutput:
-    for name, cu_seqlens in (("cu_seqlens_q", inputs.cu_seqlens_q), ("cu_seqlens_k", inputs.cu_seqlens_k)):
-        if not isinstance(cu_seqlens, Tensor):
-            raise DtypeError(f"{name} must be a torch.Tensor, got {type(cu_seqlens).__name__}.")
+    check_types(inputs, is_varlen=True)
     inputs = _prepare(inputs, options, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     check_tensors(inputs, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if _values_are_readable(inputs.cu_seqlens_q) and _values_are_readable(inputs.cu_seqlens_k):
@@ -301,9 +300,6 @@ def _prepare(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    for name, tensor in zip(("query", "key", "value"), inputs[:3], strict=True):
-        if not isinstance(tensor, Tensor):
-            raise DtypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
     inputs = _autocast(inputs)
     seed = options["seed"]
     if seed is not None:

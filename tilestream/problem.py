@@ -22,6 +22,7 @@ __all__ = [
     "check_arguments",
     "check_cu_seqlens_values",
     "check_tensors",
+    "check_types",
     "crop_bias",
 ]
 
@@ -238,6 +239,14 @@ def check_arguments(
         raise ArgumentError(f"shift is {shift}, but must lie within 2**62 of 0.")
 
 
+def check_types(inputs: AttentionInputs, *, is_varlen: bool) -> None:
+    """Everything given is a tensor, and nothing that is needed is missing. Comes first: the rest reads attributes."""
+    needed = ("query", "key", "value", *(("cu_seqlens_q", "cu_seqlens_k") if is_varlen else ()))
+    for name, tensor in zip(AttentionInputs._fields, inputs, strict=True):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in needed):
+            raise DtypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
+
+
 def check_tensors(inputs: AttentionInputs, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> None:
     """Validate the tensors of one call against each other. Reads no tensor's values."""
     is_varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
@@ -314,11 +323,8 @@ def _check_number(name: str, value: object) -> None:
 
 
 def _check_kinds(inputs: AttentionInputs, is_varlen: bool) -> None:
-    """Every argument is a tensor of an accepted rank, dtype and device."""
+    """Every tensor has an accepted rank, layout, dtype and device."""
     names = AttentionInputs._fields
-    for name, tensor in zip(names, inputs, strict=True):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name in names[:3]):
-            raise DtypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
     query, key, value = inputs.query, inputs.key, inputs.value
     rank = 3 if is_varlen else 4
     for name, tensor in zip(names, inputs, strict=True):

@@ -6,7 +6,8 @@ Algorithm  FlashAttention, algorithm 4 (arXiv:2205.14135), query tiles outside: 
            delta = rowsum(out * dout) - dlse, which is all that a gradient of lse changes.
 Schedule   as the forward; dk and dv of a chunk are accumulated in its compute dtype.
 Traffic    reads Q, out, dout once, K and V once per visited tile; writes dq once; reads and writes the dk, dv
-           accumulators once per visited tile.   formula: io.model.tiled_bytes
+           accumulators once per visited tile. Not counted: one more look at each input for its largest magnitude.
+           formula: io.model.tiled_bytes
 On chip    three tiles of scores (P, dP and, with dropout or softcap, one more).
 Numerics   as the forward. Gradients are summed in a fixed order, hence equal bit for bit from run to run.
 Limits     none.

@@ -6,7 +6,7 @@ Algorithm  FlashAttention-2, algorithm 1 (arXiv:2307.08691), as in teaching.py: 
 Schedule   chunks of (batch, KV head) groups; in each, tiles of queries; in each, tiles of keys from left to right.
            EMPTY tiles are never loaded, PARTIAL ones masked.
 Traffic    reads Q once, K and V once per visited (query tile, key tile); writes out and lse once.
-           formula: io.model.tiled_bytes
+           Not counted: one more look at each input for its largest magnitude.   formula: io.model.tiled_bytes
 On chip    a tile of scores (256 packed rows x 512 keys per group) and the state; the caches hold them.
 Numerics   scores and state in float32 (float64 for float64 inputs), natural exponential.
 Limits     none: every feature, any width, any device. Half types are converted to float32 chunk by chunk.
