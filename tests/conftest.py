@@ -15,6 +15,9 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from tilestream.backends.cpu.native import library
+from tilestream.dispatch import BACKENDS
+
 # The same examples in every run, so that a red test is red again; `--hypothesis-profile=explore` draws new ones.
 settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("explore", derandomize=False)
@@ -45,6 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device under test."""
     return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    """Each backend that runs on the device under test; for a test of numerics that calls it by name."""
+    if request.param == "native" and (device.type != "cpu" or library.library() is None):
+        pytest.skip("needs the native kernels")
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,11 @@ from tilestream import reference
 from tilestream.spec import default_scale
 from tilestream.state import AttentionOutput
 
-__all__ = ["CaseInputs", "embed", "make_inputs", "visible_mask"]
+__all__ = ["LARGE", "CaseInputs", "embed", "make_inputs", "visible_mask"]
 
 _NAN = float("nan")
+# For what no query sees: the native kernels pass a NaN on to the PyTorch loop, and a large number not.
+LARGE = 3e4
 # Tokens after the last cu_seqlens entry, which belong to no sequence.
 _TAIL_TOKENS = 3
 
@@ -118,8 +120,8 @@ class CaseInputs:
         return [torch.tensor([], dtype=torch.uint8, device=t.device).set_(t.untyped_storage()).clone() for t in tensors]
 
 
-def make_inputs(case: Case, device: torch.device) -> CaseInputs:
-    """The inputs of `case`, the same values on every device."""
+def make_inputs(case: Case, device: torch.device, unseen: float = _NAN) -> CaseInputs:
+    """The inputs of `case`, the same values on every device; what no query sees holds `unseen`."""
     generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
 
     def randn(*shape: int) -> Tensor:
@@ -140,7 +142,7 @@ def make_inputs(case: Case, device: torch.device) -> CaseInputs:
     key = randn(*keys, num_heads_kv, case.widths[0])
     value = randn(*keys, num_heads_kv, case.widths[1])
     bias = None if case.bias is None else _bias(case, randn)
-    _poison_unseen(case, query, key, value, bias)
+    _poison_unseen(case, (query, key, value), bias, unseen)
 
     leaves = {
         name: embed(tensor.to(case.dtype), case.memory)
@@ -230,8 +232,8 @@ def visible_mask(case: Case, seqlen_q: int, seqlen_k: int) -> Tensor:
     return (distance >= -left) & (distance <= right)
 
 
-def _poison_unseen(case: Case, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
-    """NaN into keys and values that no query sees, into tokens of no sequence, and into bias that no pair reads."""
+def _poison_unseen(case: Case, operands: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, unseen: float) -> None:
+    """`unseen` into keys and values that no query sees and into bias that no pair reads, NaN into stray tokens."""
     is_read = None if bias is None else torch.zeros(bias.shape, dtype=torch.bool)
     start_k = 0
     for b, (seqlen_q, seqlen_k) in enumerate(case.sequences):
@@ -241,15 +243,15 @@ def _poison_unseen(case: Case, query: Tensor, key: Tensor, value: Tensor, bias: 
             _corner(is_read, b, seqlen_q, seqlen_k).logical_or_(_reduce_to(pairs, corner.shape))
             pairs = pairs & (corner != -float("inf"))
         is_seen = pairs.any(dim=-2).reshape(*case.heads, seqlen_k).any(dim=1).T
-        for tensor in (key, value):
+        for tensor in operands[1:]:
             tokens = tensor[b] if case.layout == "dense" else tensor[start_k : start_k + seqlen_k]
-            tokens[~is_seen] = _NAN
+            tokens[~is_seen] = unseen
         start_k += seqlen_k
     if case.layout == "varlen":
-        for tensor in (query, key, value):
+        for tensor in operands:
             tensor[tensor.shape[0] - _TAIL_TOKENS :] = _NAN
     if bias is not None and is_read is not None:
-        bias[~is_read & (bias != -float("inf"))] = _NAN
+        bias[~is_read & (bias != -float("inf"))] = unseen
 
 
 def _corner(bias: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:

@@ -15,7 +15,9 @@ import tilestream
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tilestream"
 CODE = sorted(
-    path for top in ("tilestream", "tests", "tools", "examples", "benchmarks") for path in (ROOT / top).rglob("*.py")
+    path
+    for top in ("tilestream", "tests", "tools", "examples", "benchmarks", "build_backend")
+    for path in (ROOT / top).rglob("*.py")
 )
 TEXT = [
     *CODE,

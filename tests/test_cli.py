@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tilestream
+from tilestream.backends.cpu.native import library
 from tilestream.bench.report import read_lines
 from tilestream.cli import demo_model, main, model_worker
 from tilestream.cli.console import Console
@@ -34,7 +35,7 @@ BAD_INPUTS = {
     "explain --dropout nan": "dropout_p must be finite",
     "explain --dtype int8": "invalid choice: 'int8'",
     "explain --device toaster": "--device: must be a torch device such as cpu or cuda:0, got 'toaster'",
-    "explain --backend nope": "backend 'nope' does not exist; choose from 'cpu'",
+    "explain --backend nope": "backend 'nope' does not exist; choose from 'native', 'cpu'",
     "explain --varlen 3 4 --seqlen-k 7": "--seqlen-k and --varlen exclude each other",
     "bench --cases nope": "case 'nope' does not exist; choose from full_1k",
     "bench --providers nope": "provider 'nope' does not exist; choose from tilestream",
@@ -112,11 +113,20 @@ def test_doctor_looks_around(run: Run) -> None:
         assert fact in out
 
 
+def test_doctor_says_which_native_kernels_run(run: Run) -> None:
+    with library.use("none"):
+        code, out, _ = run("doctor")
+    assert code == 0
+    native = out.partition("Native CPU kernels")[2].partition("Accelerators")[0]
+    for fact in ("in use", "none: isa is 'none', which turns the native kernels off", "compiler"):
+        assert fact in native
+
+
 def test_bench_lists(run: Run) -> None:
     code, out, _ = run("bench --list")
     assert code == 0
     assert "causal_4k" in out
-    assert "providers: tilestream, tilestream/cpu, sdpa, materialised" in out
+    assert "providers: tilestream, tilestream/native, tilestream/cpu, sdpa, materialised" in out
 
 
 def test_bench_writes_lines_and_prints_them(run: Run, tmp_path: Path) -> None:

@@ -1,68 +1,50 @@
-"""The one numerics test: every backend x every case against the float64 oracle, forward, lse and all gradients.
+"""The one numerics test: every target x every case against the float64 oracle, forward, lse and all gradients.
 
-The bound is twice what a yardstick loses at the same precision, plus a few units in the last place. For out and lse the
-yardstick is plain materialised attention; for gradients it is the worse of that and the exact gradients of a backward
-that starts from out and lse rounded to their dtypes, as every backward without the score matrix must.
+What a backend may lose is in tolerance.py.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 import pytest
 import torch
 from cases import CASES, Case
-from inputs import CaseInputs, make_inputs
-from torch import Tensor
+from inputs import LARGE, make_inputs
+from targets import ISAS, TARGETS, Target
+from tolerance import faults, same_bits
 
 from tilestream import dispatch
-
-# A gradient entry is a sum of up to a thousand terms (every query of a key, every entry that a bias is broadcast to).
-# In another order such a sum differs by about the root of that many units in the last place of its largest term, in
-# the dtype of the accumulators.
-_SUMMATION_ULPS = 32
+from tilestream.backends.cpu.native import library
+from tilestream.backends.cpu.native.isa import COMPILERS, cpu_features, isas_for, machine_name
 
 # Which cases a backend may refuse, per backend, given the case and the device type. A refusal that is not expected
 # here, and an expected one that no longer happens, are both failures: support is neither lost nor gained silently.
 EXPECTED_SKIPS: dict[str, Callable[[Case, str], bool]] = {
     "cpu": lambda case, device_type: False,
+    "native": lambda case, device_type: case.dtype == torch.float64 or device_type != "cpu" or not ISAS,
 }
 
 
+# The first decorator's values follow each other, so that the targets of a case share its yardstick.
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.id)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("backend", dispatch.BACKENDS)
-def test_conformance(backend: str, case: Case, device: torch.device) -> None:
-    _skip_if_refused(backend, case, device)
-    inputs = make_inputs(case, device)
-    before = inputs.fingerprint()
-    # The kernel runs first: memory that the reference freed would hold the right answers.
-    result, gradients = inputs.run(backend)
-    again, gradients_again = inputs.run(backend)
+def test_conformance(case: Case, target: Target, device: torch.device) -> None:
+    with target.in_use():
+        _skip_if_refused(target.backend, case, device)
+        inputs = make_inputs(case, device) if target.isa is None else make_inputs(case, device, unseen=LARGE)
+        before = inputs.fingerprint()
+        result, gradients = inputs.run(target.backend)
+        again, gradients_again = inputs.run(target.backend)
     for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
         assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
-    assert all(map(_same_bits, result, again)), f"two runs differ: {case}"
+    assert all(map(same_bits, result, again)), f"two runs differ: {case}"
     if case.deterministic:
         for name, gradient in gradients.items():
-            assert _same_bits(gradient, gradients_again[name]), f"two runs of d{name} differ: {case}"
-
-    _check_form(inputs, {"out": result.out, "lse": result.lse}, gradients)
-    exact, exact_gradients = inputs.oracle(torch.float64)
-    # The oracle cannot see its own error: for float64, the float32 error (inputs are float32 numbers) is scaled down.
-    plain_dtype = torch.float32 if case.dtype == torch.float64 else case.dtype
-    plain, plain_gradients = inputs.oracle(plain_dtype)
-    unit = torch.finfo(case.dtype).eps / torch.finfo(plain_dtype).eps
-    saved_state, terms = inputs.saved_state_gradients(), inputs.largest_terms()
-    accumulation_eps = torch.finfo(torch.float64 if case.dtype == torch.float64 else torch.float32).eps
-    failures = [
-        _excess("out", result.out, exact.out, _error(plain.out, exact.out) * unit),
-        _excess("lse", result.lse, exact.lse, _error(plain.lse, exact.lse) * unit),
-    ]
-    for name, gradient in gradients.items():
-        wanted = exact_gradients[name]
-        lost = max(_error(plain_gradients[name], wanted) * unit, _error(saved_state[name], wanted))
-        in_sums = _SUMMATION_ULPS * accumulation_eps * max(_largest(wanted), terms[name])
-        failures.append(_excess(f"d{name}", gradient, wanted, lost, in_sums))
-    assert not any(failures), "\n".join([*filter(None, failures), str(case)])
+            assert same_bits(gradient, gradients_again[name]), f"two runs of d{name} differ: {case}"
+    found = faults(inputs, result, gradients)
+    assert not found, "\n".join([*found, str(case)])
 
 
 def _skip_if_refused(backend: str, case: Case, device: torch.device) -> None:
@@ -77,51 +59,11 @@ def _skip_if_refused(backend: str, case: Case, device: torch.device) -> None:
         pytest.skip(reason)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equality in which a NaN equals itself, so that a NaN is reported as an error and not as a difference."""
-    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def _check_form(inputs: CaseInputs, outputs: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-    """Shapes, dtypes, devices and contiguity of what came back."""
-    case, query = inputs.case, inputs.leaves["query"]
-    rows = tuple(query.shape[:-1])
-    lse_shape = (rows[0], rows[2], rows[1]) if case.layout == "dense" else (rows[1], rows[0])
-    lse_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
-    for name, shape, dtype in (("out", (*rows, case.widths[1]), case.dtype), ("lse", lse_shape, lse_dtype)):
-        tensor = outputs[name]
-        assert (tuple(tensor.shape), tensor.dtype, tensor.device) == (shape, dtype, query.device), name
-        assert tensor.is_contiguous(), name
-    for name, gradient in gradients.items():
-        leaf = inputs.leaves[name]
-        assert (gradient.shape, gradient.dtype, gradient.device) == (leaf.shape, leaf.dtype, leaf.device), name
-
-
-def _error(got: Tensor, exact: Tensor) -> float:
-    """The largest absolute difference, over the entries where `exact` is finite."""
-    got, exact = got.detach().to(torch.float64), exact.detach()
-    difference = torch.where(torch.isinf(exact), torch.zeros_like(exact), got - exact)
-    return float(difference.abs().max()) if difference.numel() else 0.0
-
-
-def _largest(exact: Tensor) -> float:
-    return _error(torch.zeros_like(exact), exact)
-
-
-def _excess(name: str, got: Tensor, exact: Tensor, lost: float, in_sums: float = 0.0) -> str | None:
-    """None, or how far `got` is from `exact` beyond twice what the yardstick has `lost`, and what sums may lose.
-
-    The floor is one unit in the last place of the largest entry, at the dtype of `got`. Rounding even the exact result
-    to that dtype costs half a unit, and so does rounding the float32 (for float32: blockwise) sum before; the yardstick
-    can be exact by luck, for instance where a row sees one key.
-    """
-    got64, exact64 = got.detach().to(torch.float64), exact.detach()
-    infinite = torch.isinf(exact64)
-    if not torch.equal(got64[infinite], exact64[infinite]) or not bool(torch.isfinite(got64[~infinite]).all()):
-        bad = (~torch.isfinite(got64) & ~infinite) | (infinite & (got64 != exact64))
-        return f"{name}: {int(bad.sum())} of {bad.numel()} entries differ from the oracle's in being finite"
-    floor = torch.finfo(got.dtype).eps * _largest(exact64) + in_sums
-    error = _error(got, exact)
-    if error <= 2.0 * lost + floor:
-        return None
-    return f"{name}: error {error:.3e} exceeds 2 x {lost:.3e} (yardstick) + {floor:.3e} (rounding of result and sums)"
+def test_a_compiler_means_native_kernels() -> None:
+    """Without this, a build that fails would look like a machine without a compiler: every native target is skipped."""
+    could_run = [isa.name for isa in isas_for(machine_name()) if isa.features <= cpu_features()]
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if not could_run or compiler is None:
+        pytest.skip("this machine has no compiler, or no instruction set that the native kernels are for")
+    advice = f"{compiler} is here, but no library runs; `make native` builds them.\n{library.report()}"
+    assert library.runnable(), advice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
@@ -12,10 +13,10 @@ from tilestream.backends.base import Backend
 from tilestream.errors import ArgumentError, UnsupportedError
 from tilestream.problem import AttentionInputs, DoubleGradients, Problem
 
-__all__ = ["BACKENDS", "Explanation", "backend", "choose", "double_backward", "explain"]
+__all__ = ["BACKENDS", "Explanation", "backend", "choose", "double_backward", "explain", "native_library", "native_report"]
 
 # In order of preference; each names a module with a `BACKEND` object, imported when it is first asked.
-_MODULES = {"cpu": "tilestream.backends.cpu"}
+_MODULES = {"native": "tilestream.backends.cpu.native", "cpu": "tilestream.backends.cpu"}
 BACKENDS = tuple(_MODULES)
 
 
@@ -63,7 +64,7 @@ def explain(problem: Problem, backend: str | None = None) -> Explanation:
         >>> import torch
         >>> from tilestream.problem import AttentionInputs, DoubleGradients, Problem
         >>> problem = Problem.dense(seqlen_q=4096, num_heads_q=8, num_heads_kv=2, head_dim=64, dtype=torch.bfloat16)
-        >>> explain(problem).chosen
+        >>> explain(problem, backend="cpu").chosen
         'cpu'
     """
     names = BACKENDS if backend is None else (backend,)
@@ -101,6 +102,21 @@ def double_backward(
     from tilestream.backends.cpu.varlen import double_backward as implementation
 
     return implementation(problem, inputs, dout, dlse, Cotangents(*cotangents))
+
+
+def native_library() -> tuple[str, Path] | None:
+    """Instruction set and file of the native CPU kernels in use on this machine, or None where there are none."""
+    from tilestream.backends.cpu.native.library import library
+
+    found = library()
+    return None if found is None else (found.isa, found.path)
+
+
+def native_report() -> list[tuple[str, str]]:
+    """(fact, value) lines about the native CPU kernels on this machine, for ``tilestream doctor``."""
+    from tilestream.backends.cpu.native.library import report
+
+    return report()
 
 
 # `backend` is also the public name of an argument above, so the loader needs another name inside those functions.

@@ -7,6 +7,7 @@ operator returns tensors only. The backward chooses its backend anew: (out, lse)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,24 +49,61 @@ class Numbers(NamedTuple):
 
     def problem(self, inputs: AttentionInputs, *, is_backward: bool = False) -> Problem:
         """The problem that these numbers and tensors are."""
-        spec = AttentionSpec(
-            band=Band(self.left, self.right),
-            scale=self.scale,
-            softcap=self.softcap,
-            dropout_p=self.dropout_p,
-            has_bias=inputs.bias is not None,
-            has_alibi=inputs.alibi_slopes is not None,
-            has_sinks=inputs.sinks is not None,
-            deterministic=self.deterministic,
-        )
+        query, key, value, *_ = inputs
+        has = (inputs.bias is not None, inputs.alibi_slopes is not None, inputs.sinks is not None)
+        if inputs.cu_seqlens_q is None:
+            return _dense_problem(
+                self, has, query.shape, key.shape, value.shape[-1], query.dtype, query.device.type, is_backward
+            )
         return Problem.from_inputs(
             inputs,
-            spec,
-            shift=self.shift,
+            self.spec(has),
             max_seqlen_q=self.max_seqlen_q,
             max_seqlen_k=self.max_seqlen_k,
             is_backward=is_backward,
         )
+
+    def spec(self, has: tuple[bool, bool, bool]) -> AttentionSpec:
+        """What is computed; `has` a bias, slopes, sinks."""
+        has_bias, has_alibi, has_sinks = has
+        return AttentionSpec(
+            band=Band(self.left, self.right),
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout_p=self.dropout_p,
+            has_bias=has_bias,
+            has_alibi=has_alibi,
+            has_sinks=has_sinks,
+            deterministic=self.deterministic,
+        )
+
+
+@functools.lru_cache(maxsize=256)  # making three dataclasses takes as long as attention over a few tokens
+def _dense_problem(
+    numbers: Numbers,
+    has: tuple[bool, bool, bool],
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    device_type: str,
+    is_backward: bool,
+) -> Problem:
+    batch, seqlen_q, num_heads_q, head_dim = query_shape
+    return Problem.dense(
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=key_shape[1],
+        num_heads_q=num_heads_q,
+        num_heads_kv=key_shape[2],
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        device_type=device_type,
+        spec=numbers.spec(has),
+        shift=numbers.shift,
+        is_backward=is_backward,
+    )
 
 
 _NUMBERS = (
@@ -76,7 +114,31 @@ _NUMBERS = (
 
 def apply(inputs: AttentionInputs, numbers: Numbers) -> AttentionOutput:
     """Run the operator on validated inputs; differentiable in query, key, value, bias and sinks."""
+    if _needs_no_operator(inputs):
+        return AttentionOutput(*_attention(*inputs, *numbers))
     return AttentionOutput(*_call("attention", *inputs, *numbers))
+
+
+def _needs_no_operator(inputs: AttentionInputs) -> bool:
+    """Whether nobody is there to see an operator: plain CPU tensors, no gradient, transform, mode or profiler.
+
+    PyTorch's dispatch of an operator written in Python takes longer (30 us) than attention over a few tokens.
+    """
+    if torch.compiler.is_compiling() or inputs.query.device.type != "cpu":
+        return False
+    wants_gradients = torch.is_grad_enabled()
+    for x in inputs:
+        if x is not None and (type(x) not in _PLAIN_TYPES or (wants_gradients and x.requires_grad)):
+            return False
+    return (
+        forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch.autograd._profiler_enabled()
+    )
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _call(name: str, *arguments: Any) -> tuple[Tensor, ...]:

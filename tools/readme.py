@@ -1,11 +1,12 @@
-"""Write the generated parts of README.md: what stands between ``<!-- generated:NAME -->`` and ``<!-- /generated -->``.
+"""Write the generated parts of README.md and docs/cpu-performance.md.
 
     python tools/readme.py                      write them again
     python tools/readme.py --check              exit 1 if they are out of date
     python tools/readme.py --demo demo-output   first take over what `tilestream demo` wrote there
 
-Numbers come from the JSON lines in benchmarks/results, the support matrix from every backend's `supports`, the
-algorithm from teaching.py. Nothing between the markers is typed.
+They stand between ``<!-- generated:NAME -->`` and ``<!-- /generated -->``. Numbers come from the JSON lines in
+benchmarks/results, the support matrix from every backend's `supports`, the algorithm from teaching.py. Nothing between
+the markers is typed.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ import inspect
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilestream import dispatch, teaching
+from tilestream.bench.cpu_bars import markdown_report
 from tilestream.bench.report import Table, format_bytes, markdown_table, measurement_table, read_lines
 from tilestream.problem import SUPPORTED_DTYPES, Problem
 from tilestream.spec import AttentionSpec, Band
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+CPU_PERFORMANCE = ROOT / "docs" / "cpu-performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
+CPU_SUITE = RESULTS / "cpu-suite.jsonl"
 PICTURE = ROOT / "docs" / "images" / "demo.png"
 DEMO_FILES = {
     "attention.jsonl": RESULTS / "demo-attention.jsonl",
@@ -122,20 +126,28 @@ def _machine(line: dict[str, Any]) -> str:
     return f"{line['device']}{threads}, torch {line['torch']}"
 
 
+def cpu_performance() -> str:
+    """The bars of the CPU kernels, and their speed at every length."""
+    if not CPU_SUITE.exists():
+        return "No results are committed yet; `tilestream bench cpu` prints them for your machine."
+    return markdown_report(read_lines(CPU_SUITE))
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "demo-attention": demo_attention,
     "demo-model": demo_model,
     "support": support,
     "teaching": teaching_forward,
 }
+PAGES = {README: PARTS, CPU_PERFORMANCE: {"cpu-performance": cpu_performance}}
 
 
-def regenerate(text: str) -> str:
+def regenerate(text: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:
     """`text` with every marked part written again."""
     found = [match["name"] for match in _MARKED.finditer(text)]
-    if sorted(found) != sorted(PARTS):
-        raise ValueError(f"README.md marks the parts {sorted(found)}, this program writes {sorted(PARTS)}")
-    return _MARKED.sub(lambda match: f"{match[1]}{PARTS[match['name']]()}\n{match[3]}", text)
+    if sorted(found) != sorted(parts):
+        raise ValueError(f"the page marks the parts {sorted(found)}, this program writes {sorted(parts)}")
+    return _MARKED.sub(lambda match: f"{match[1]}{parts[match['name']]()}\n{match[3]}", text)
 
 
 def take_over(demo: Path) -> None:
@@ -154,14 +166,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.demo is not None:
         take_over(options.demo)
-    text = README.read_text(encoding="utf-8")
-    wanted = regenerate(text)
-    if options.check:
-        if text != wanted:
-            sys.stderr.write("README.md is out of date: run `make readme`\n")
-        return int(text != wanted)
-    README.write_text(wanted, encoding="utf-8")
-    return 0
+    is_out_of_date = False
+    for page, parts in PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        wanted = regenerate(text, parts)
+        if text != wanted and options.check:
+            sys.stderr.write(f"{page.relative_to(ROOT)} is out of date: run `make readme`\n")
+        elif text != wanted:
+            page.write_text(wanted, encoding="utf-8")
+        is_out_of_date = is_out_of_date or text != wanted
+    return int(is_out_of_date and options.check)
 
 
 if __name__ == "__main__":

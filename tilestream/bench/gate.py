@@ -6,7 +6,7 @@ cheap: the output on those rows, and the gradients that a loss over those rows a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tilestream.bench.cases import DTYPES, Case
 from tilestream.bench.providers import Provider
 from tilestream.problem import AttentionInputs
 
-__all__ = ["Gate", "check"]
+__all__ = ["Gate", "Oracle", "check", "compare", "consult"]
 
 _ROWS_PER_BLOCK = 16
 _MAX_UNSAMPLED_ROWS = 512
@@ -29,32 +29,69 @@ _ROUNDING_ULPS = 4.0
 class Gate:
     """Whether a provider agrees; `error` is its largest absolute error against float64 in out, on the checked rows."""
 
-    is_green: bool
     error: float
-    reason: str | None = None
+    # What is wrong, by result: out, dq, dk, dv.
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_green(self) -> bool:
+        return not self.reasons
+
+    @property
+    def reason(self) -> str | None:
+        return "; ".join(self.reasons.values()) or None
+
+    @property
+    def of_forward(self) -> Gate:
+        return Gate(self.error, {name: reason for name, reason in self.reasons.items() if name == "out"})
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Inputs of a case, and the right results of its checked rows: in float64, and at the input precision."""
+
+    case: Case
+    inputs: AttentionInputs
+    blocks: list[slice]
+    dout: Tensor
+    exact: dict[str, Tensor]
+    plain: dict[str, Tensor]
 
 
 def check(case: Case, provider: Provider, device: torch.device, with_gradients: bool) -> Gate:
     """Run `provider` on `case` once and compare."""
-    inputs = case.make_inputs(device)
-    blocks = _row_blocks(case.seqlen_q)
+    return compare(consult(case, device, with_gradients), provider)
+
+
+def consult(case: Case, device: torch.device, with_gradients: bool) -> Oracle:
+    """What every provider of `case` is compared with."""
+    inputs, blocks = case.make_inputs(device), _row_blocks(case.seqlen_q)
     dout = _sampled_dout(case, blocks, device)
+    exact, plain = (
+        _right_results(case, inputs, blocks, dout, dtype, with_gradients)
+        for dtype in (torch.float64, DTYPES[case.dtype])
+    )
+    return Oracle(case, inputs, blocks, dout, exact, plain)
+
+
+def compare(oracle: Oracle, provider: Provider) -> Gate:
+    """Run `provider` once on what the oracle was asked."""
+    case, inputs, blocks, exact, plain = oracle.case, oracle.inputs, oracle.blocks, oracle.exact, oracle.plain
+    with_gradients = "dq" in exact
     leaves = tuple(tensor.requires_grad_(with_gradients) for tensor in (inputs.query, inputs.key, inputs.value))
     with torch.set_grad_enabled(with_gradients):
         out = provider.prepare(case, inputs)(*leaves)
     found = {"out": torch.cat([out.detach()[:, rows] for rows in blocks], dim=1)}
     if with_gradients:
-        found |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
+        found |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, oracle.dout), strict=True))
         found["dq"] = torch.cat([found["dq"][:, rows] for rows in blocks], dim=1)
-    exact = _oracle(case, inputs, blocks, dout, torch.float64, with_gradients)
-    plain = _oracle(case, inputs, blocks, dout, DTYPES[case.dtype], with_gradients)
-    reasons = []
+    reasons = {}
     for name, tensor in found.items():
         error, allowed = _largest_error(tensor, exact[name]), _allowed(plain[name], exact[name], DTYPES[case.dtype])
         # Written so that a NaN is red.
         if not error <= allowed:
-            reasons.append(f"{name} is off by {error:.3g}, allowed {allowed:.3g}")
-    return Gate(not reasons, _largest_error(found["out"], exact["out"]), "; ".join(reasons) or None)
+            reasons[name] = f"{name} is off by {error:.3g}, allowed {allowed:.3g}"
+    return Gate(_largest_error(found["out"], exact["out"]), reasons)
 
 
 def _row_blocks(seqlen_q: int) -> list[slice]:
@@ -74,7 +111,7 @@ def _sampled_dout(case: Case, blocks: list[slice], device: torch.device) -> Tens
     return dout.to(device=device, dtype=DTYPES[case.dtype])
 
 
-def _oracle(
+def _right_results(
     case: Case, inputs: AttentionInputs, blocks: list[slice], dout: Tensor, dtype: torch.dtype, with_gradients: bool
 ) -> dict[str, Tensor]:
     """out on the rows of `blocks`, and dq there, and dk, dv of those rows together."""

@@ -22,8 +22,20 @@ from tilestream.bench.memory import Memory, MemoryProbe
 from tilestream.bench.providers import Provider
 from tilestream.bench.runs import Mode, Run, make_run
 from tilestream.io.model import backward_flops, compulsory_bytes, forward_flops
+from tilestream.problem import Problem
 
-__all__ = ["Line", "Settings", "measure", "num_steps"]
+__all__ = [
+    "Line",
+    "Settings",
+    "call_flops",
+    "facts",
+    "measure",
+    "measurement_line",
+    "num_steps",
+    "percentiles",
+    "time_ms",
+    "too_large",
+]
 
 # One measurement, or the reason why there is none; JSON-able.
 Line = dict[str, Any]
@@ -106,7 +118,7 @@ def _measure_case(
     verdicts: dict[str, gate.Gate] = {}
     for provider in providers:
         on_step(f"{case.name} {mode}: checking {provider.name}")
-        reason = provider.refuse(case, device) or _too_large(case, provider, device)
+        reason = provider.refuse(case, device) or too_large(case, provider, device)
         if reason is None:
             found = verdicts[provider.name] = gate.check(case, provider, device, with_gradients=mode != "forward")
             reason = None if found.is_green else f"wrong result: {found.reason}"
@@ -126,7 +138,7 @@ def _measure_case(
         memory = Memory(None, "not asked for")
         if settings.with_memory and provider.name in samples_ms:
             memory = probe.measure(case, provider.name, mode)
-        line = _line(case, provider, mode, device, samples_ms.get(provider.name, []), memory)
+        line = measurement_line(case, provider, mode, device, samples_ms.get(provider.name, []), memory)
         verdict = verdicts.get(provider.name)
         line["error_vs_float64"] = None if verdict is None else verdict.error
         line["is_wrong"] = verdict is not None and not verdict.is_green
@@ -135,7 +147,8 @@ def _measure_case(
     return lines
 
 
-def _too_large(case: Case, provider: Provider, device: torch.device) -> str | None:
+def too_large(case: Case, provider: Provider, device: torch.device) -> str | None:
+    """Why the memory of `device` may not do, or None."""
     tensors_bytes = _TENSOR_COPIES * compulsory_bytes(case.problem(device.type)).total_bytes
     needed, available = tensors_bytes + provider.expected_extra_bytes(case), available_memory_bytes(device)
     if available is None or needed <= _USABLE_MEMORY * available:
@@ -146,13 +159,13 @@ def _too_large(case: Case, provider: Provider, device: torch.device) -> str | No
 def _sample(contestants: list[_Contestant], device: torch.device, settings: Settings) -> None:
     """Warm each up once, then let them take turns until all are done."""
     for contestant in contestants:
-        _time_ms(contestant.run, device)
+        time_ms(contestant.run, device)
     while active := [contestant for contestant in contestants if not contestant.is_done(settings)]:
         for contestant in active:
-            contestant.samples_ms.append(_time_ms(contestant.run, device))
+            contestant.samples_ms.append(time_ms(contestant.run, device))
 
 
-def _time_ms(run: Run, device: torch.device) -> float:
+def time_ms(run: Run, device: torch.device) -> float:
     """One timed call."""
     run.setup()
     if device.type == "cuda":
@@ -170,15 +183,15 @@ def _time_ms(run: Run, device: torch.device) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _line(
+def measurement_line(
     case: Case, provider: Provider, mode: Mode, device: torch.device, samples_ms: list[float], memory: Memory
 ) -> Line:
+    """The line of one measurement, without what the gate says; without samples its times are None."""
     problem = case.problem(device.type)
-    forward, backward = forward_flops(problem), backward_flops(problem)
-    flops = {"forward": forward, "backward": backward, "both": forward + backward}[mode]
+    flops = call_flops(problem, mode)
     is_backward = {"forward": (False,), "backward": (True,), "both": (False, True)}[mode]
     traffic = [provider.traffic(case, backward) for backward in is_backward]
-    p20, p50, p80 = _percentiles(samples_ms) if samples_ms else (None, None, None)
+    p20, p50, p80 = percentiles(samples_ms) if samples_ms else (None, None, None)
     return {
         "case": case.name,
         "provider": provider.name,
@@ -195,6 +208,19 @@ def _line(
         "seqlen_q": case.seqlen_q,
         "seqlen_k": case.seqlen_k,
         "config": case.to_dict(),
+        **facts(device),
+    }
+
+
+def call_flops(problem: Problem, mode: Mode) -> int:
+    """Floating-point operations of one call."""
+    forward, backward = forward_flops(problem), backward_flops(problem)
+    return {"forward": forward, "backward": backward, "both": forward + backward}[mode]
+
+
+def facts(device: torch.device) -> Line:
+    """Where, when and with what a line was measured."""
+    return {
         "device": device_name(device),
         "device_type": device.type,
         "load_average": load_average(),
@@ -206,8 +232,8 @@ def _line(
     }
 
 
-def _percentiles(samples: list[float]) -> tuple[float, float, float]:
-    """The 20th, 50th and 80th percentiles."""
+def percentiles(samples: list[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th percentiles of at least one sample."""
     quantiles = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
     p20, p50, p80 = quantiles.tolist()
     return p20, p50, p80

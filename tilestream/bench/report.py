@@ -14,6 +14,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_threads",
+    "json_line",
     "markdown_table",
     "measurement_table",
     "read_lines",
@@ -32,7 +33,12 @@ class Table(NamedTuple):
 
 def write_lines(path: Path, lines: Iterable[Line]) -> None:
     """One JSON object per line."""
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    path.write_text("".join(map(json_line, lines)), encoding="utf-8")
+
+
+def json_line(line: Line) -> str:
+    """`line` as one line of text."""
+    return json.dumps(line) + "\n"
 
 
 def read_lines(path: Path) -> list[Line]:

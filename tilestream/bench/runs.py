@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilestream.bench.cases import Case
 from tilestream.bench.providers import Provider
+from tilestream.problem import AttentionInputs
 
 __all__ = ["MODES", "Mode", "Run", "make_run"]
 
@@ -26,9 +27,16 @@ class Run:
     call: Callable[[], tuple[Tensor, ...]]
 
 
-def make_run(case: Case, provider: Provider, mode: Mode, device: torch.device, seed: int = 0) -> Run:
-    """Inputs on `device`, and the timed part of `mode`: forward in inference mode, backward, or both."""
-    inputs = case.make_inputs(device, seed)
+def make_run(
+    case: Case,
+    provider: Provider,
+    mode: Mode,
+    device: torch.device,
+    seed: int = 0,
+    inputs: AttentionInputs | None = None,
+) -> Run:
+    """The timed part of `mode`, forward in inference mode, backward, or both, on `inputs` or on new ones of `seed`."""
+    inputs = case.make_inputs(device, seed) if inputs is None else inputs
     query, key, value = inputs.query, inputs.key, inputs.value
     forward = provider.prepare(case, inputs)
     if mode == "forward":

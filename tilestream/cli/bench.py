@@ -1,4 +1,4 @@
-"""``tilestream bench``: chosen cases, providers and modes into JSON lines and a table."""
+"""``tilestream bench``: chosen cases, providers and modes into JSON lines and a table; or a suite with bars."""
 
 from __future__ import annotations
 
@@ -7,53 +7,93 @@ import argparse
 import torch
 
 from tilestream.bench.cases import CASES, case_named
+from tilestream.bench.cpu_suite import PROVIDER, SECONDS
 from tilestream.bench.machine import busy_warning
 from tilestream.bench.measure import Line, Settings, measure, num_steps
 from tilestream.bench.providers import provider_named, provider_names
 from tilestream.bench.report import markdown_table, measurement_table, write_lines
-from tilestream.bench.runs import MODES
+from tilestream.bench.runs import MODES, Mode
 from tilestream.cli import arguments as types
+from tilestream.cli import bench_cpu
 from tilestream.cli.console import Console
 from tilestream.errors import ArgumentError
 
 __all__ = ["add_parser", "run"]
 
 _DEFAULT_CASES = ("causal_1k", "causal_4k")
+_DEFAULT_PROVIDERS = ("tilestream", "sdpa", "materialised")
+_DEFAULT_SECONDS = 2.0
+# Options that only one of the two commands knows: destination in the parsed arguments, and its name.
+_OF_CASES = {
+    "cases": "--cases",
+    "providers": "--providers",
+    "modes": "--modes",
+    "device": "--device",
+    "dtype": "--dtype",
+    "no_memory": "--no-memory",
+}
+_OF_SUITE = {"quick": "--quick", "provider": "--provider", "from_file": "--from"}
 
 
 def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
-    """The command's arguments."""
+    """The command's arguments; what is None or False when not given has its default in `run`."""
     parser = commands.add_parser(
         "bench",
         help="measure attention on this machine",
         description="Each number passes a correctness gate against a float64 oracle first.",
     )
-    parser.add_argument("--list", action="store_true", help="list the cases and providers, and stop")
-    parser.add_argument("--cases", nargs="+", metavar="CASE", default=_DEFAULT_CASES, help="or 'all'")
-    parser.add_argument("--providers", nargs="+", metavar="PROVIDER", default=["tilestream", "sdpa", "materialised"])
-    parser.add_argument("--modes", nargs="+", metavar="MODE", choices=MODES, default=["forward"], help=", ".join(MODES))
-    parser.add_argument("--device", type=types.available_device, default="cpu", help="default cpu")
-    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64"), help="instead of each case's")
-    parser.add_argument("--threads", type=types.count, help="CPU threads; default: torch's choice")
-    parser.add_argument("--seconds", type=types.number, default=2.0, help="per number, about; default 2")
-    parser.add_argument("--no-memory", action="store_true", help="times only")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument(
+        "suite",
+        nargs="?",
+        choices=("cpu",),
+        help="measure this suite instead of chosen cases; cpu: the native CPU kernels against their bars, 12 minutes",
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases and providers, or the suite, and stop")
+    parser.add_argument("--threads", type=types.count, help="CPU threads; default: torch's choice; suite: 1 and that")
+    parser.add_argument("--seconds", type=types.number, help=f"per number, about; default 2; suite: {SECONDS}")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument(
         "--output", default="tilestream-bench.jsonl", metavar="FILE", help="JSON lines; default %(default)s"
+    )
+    chosen = parser.add_argument_group("without a suite")
+    chosen.add_argument("--cases", nargs="+", metavar="CASE", help=f"or 'all'; default {' '.join(_DEFAULT_CASES)}")
+    chosen.add_argument("--providers", nargs="+", metavar="PROVIDER", help=f"default {' '.join(_DEFAULT_PROVIDERS)}")
+    chosen.add_argument(
+        "--modes", nargs="+", metavar="MODE", choices=MODES, help=f"{', '.join(MODES)}; default forward"
+    )
+    chosen.add_argument("--device", type=types.available_device, help="default cpu")
+    chosen.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64"), help="instead of each case's")
+    chosen.add_argument("--no-memory", action="store_true", help="times only")
+    suite = parser.add_argument_group("with a suite")
+    suite.add_argument("--quick", action="store_true", help="a part of the suite, about a minute")
+    suite.add_argument("--provider", help=f"what is measured; default {PROVIDER}")
+    suite.add_argument(
+        "--from", dest="from_file", metavar="FILE", help="measure nothing, show the lines of an earlier --output"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure, write and print; exit code 1 where a result was wrong."""
+    for destination, option in (_OF_CASES if args.suite else _OF_SUITE).items():
+        if getattr(args, destination):
+            without = (
+                f"does not go with the suite {args.suite!r}" if args.suite else "needs a suite: tilestream bench cpu"
+            )
+            raise ArgumentError(f"{option} {without}.")
+    if args.seconds is not None and not args.seconds > 0:
+        raise ArgumentError(f"--seconds must be more than 0, got {args.seconds}.")
+    return bench_cpu.run(args, console) if args.suite else _run_cases(args, console)
+
+
+def _run_cases(args: argparse.Namespace, console: Console) -> int:
     if args.list:
         _list(console)
         return 0
-    names = list(CASES) if "all" in args.cases else args.cases
-    cases = [case_named(name) for name in names]
-    providers = [provider_named(name) for name in args.providers]
-    if not args.seconds > 0:
-        raise ArgumentError(f"--seconds must be more than 0, got {args.seconds}.")
+    names = args.cases or _DEFAULT_CASES
+    cases = [case_named(name) for name in (CASES if "all" in names else names)]
+    providers = [provider_named(name) for name in args.providers or _DEFAULT_PROVIDERS]
+    modes: list[Mode] = args.modes or ["forward"]
     if args.dtype is not None:
         cases = [case.with_dtype(args.dtype) for case in cases]
     if args.threads is not None:
@@ -61,10 +101,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     output = types.output_file(args.output)
     if (warning := busy_warning()) is not None:
         console.hint(warning)
-    settings = Settings(budget_s=args.seconds, with_memory=not args.no_memory)
+    settings = Settings(budget_s=args.seconds or _DEFAULT_SECONDS, with_memory=not args.no_memory)
+    device = args.device or torch.device("cpu")
     lines: list[Line] = []
-    with console.progress("bench", num_steps(len(cases), len(providers), len(args.modes), settings)) as step:
-        for line in measure(cases, providers, args.modes, args.device, settings, step):
+    with console.progress("bench", num_steps(len(cases), len(providers), len(modes), settings)) as step:
+        for line in measure(cases, providers, modes, device, settings, step):
             lines.append(line)
             # After each case, so that an interrupted run keeps what it has.
             write_lines(output, lines)

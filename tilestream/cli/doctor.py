@@ -55,6 +55,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     console.table(("package", "version", "notes"), rows)
     console.heading("Processor")
     console.table(("fact", "value"), _cpu_facts())
+    console.heading("Native CPU kernels")
+    console.table(("fact", "value"), dispatch.native_report())
     console.heading("Accelerators")
     console.table(("device", "what it is"), _accelerators() or [("none", "torch sees no GPU")])
     for device_type in _device_types():

@@ -1,0 +1,372 @@
+// Computes   dq, dk, dv and, where asked for, dbias and delta, for every (sequence, KV head, block of query rows).
+// Algorithm  FlashAttention, algorithm 4 (arXiv:2205.14135), query rows outside as in the forward: P is made again from
+//            lse; dv += P^T dout;  dS = P * (dout V^T - delta);  dq += dS K;  dk += dS^T Q.
+// Schedule   as the forward, with smaller blocks of rows and keys. Tasks add to dk and dv of a key block one after the
+//            other: a ticket per (KV head, key block) says how many have, so the sum has one order, whatever the
+//            number of threads, with one accumulator. The tasks of a KV head follow each other like a wave, a few blocks
+//            behind; the last one to end stores dk and dv. Only the heads in work have accumulators.
+// Traffic    Q, out, dout, dq once; K and V once per task; the float32 sums of dk and dv read and written once per task.
+// On chip    tiles of P and dS for all panels of a task, packed operands: the second-level cache.
+// Numerics   as the forward; P is made from lse rounded to float32.
+// Limits     as the forward.
+#pragma once
+#include "forward.h"
+
+struct Backward {  // a unit is a (sequence, KV head)
+  Plan plan;
+  Scoring scoring;
+  int64_t capacity;        // rows that a task has room for: whole panels
+  bool orders_units;       // dbias is shared between units, which then add in their order
+  int64_t num_key_blocks;  // of the longest sequence
+  int64_t num_row_blocks;
+  int64_t num_slots, slot_keys;  // accumulators of dk and dv: unit u has slot u % num_slots, (slot_keys, padded width)
+  float *dk_sum, *dv_sum;
+  int32_t *tickets;       // (units, num_key_blocks): tasks that have added
+  int32_t *ended;         // (units,): tasks that have ended
+  int32_t *stored;        // (units,): 1 when dk and dv are written, and the slot is free
+  int32_t *bias_tickets;  // (units, num_row_blocks), of which the first unit of a sharing group is used
+};
+
+static AI void wait_for(const int32_t *counter, int32_t value) {
+  for (int64_t spin = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != value; spin++) {
+    relax();
+    if (spin > SPINS) usleep(0);
+  }
+}
+static AI void advance(int32_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELEASE); }
+
+// p = 2^(p * factor - lse), ds = p * (ds - delta), with ds = dout V^T before; false if some ds is not finite.
+template <bool PRECISE>
+NOINLINE static bool gradients(float *p_tile, float *ds_tile, const float *keep, int64_t n, float factor,
+                               const float *lse_log2, const float *delta) {
+  vf minus[NV], d[NV], check = {};
+  const vf f = splat(factor);
+  UNROLL for (int j = 0; j < NV; j++) { minus[j] = load(lse_log2 + j * VW); d[j] = load(delta + j * VW); }
+  for (int64_t at = 0; at < n * NQ; at += NQ)
+    UNROLL for (int j = 0; j < NV; j++) {
+      const int64_t here = at + j * VW;
+      vf p = exp2_of<PRECISE>(load(p_tile + here) * f - minus[j]), dp = load(ds_tile + here);
+      if (keep) dp *= load(keep + here);
+      const vf ds = p * (dp - d[j]);
+      check += ds * splat(0.f);
+      store(p_tile + here, keep ? p * load(keep + here) : p);
+      store(ds_tile + here, ds);
+    }
+  float total = 0;
+  for (int t = 0; t < VW; t++) total += check[t];
+  return total == 0.f;
+}
+
+template <class Engine> struct BackwardTask {
+  const Backward *b;
+  const Call *c;
+  Task task;
+  int64_t num_panels, unit;
+  float *dk_sum, *dv_sum;  // of the unit
+  Panel *panels;
+  char *lanes_q, *lanes_dout, *outer_q, *outer_dout, *rows_k, *rows_v, *columns_k, *weights, *outer_p, *outer_ds;
+  float *dq_acc, *p_tiles, *ds_tiles, *extra, *tanh_tile, *lse_log2, *delta;
+  static constexpr int BACKWARD_N = Engine::BACKWARD_N;
+  static constexpr int64_t CAPACITY = BACKWARD_N + Engine::OUTER_ROWS, TILE = CAPACITY * NQ;
+
+  char *lay_out(char *at) {
+    const int64_t p = b->capacity / NQ, d = c->head_dim, dv = c->head_dim_v;
+    take(&at, p * (int64_t)sizeof(Panel), &panels);
+    take(&at, p * Engine::lanes_bytes(d), &lanes_q);
+    take(&at, p * Engine::lanes_bytes(dv), &lanes_dout);
+    take(&at, Engine::outer_bytes(p * NQ, d), &outer_q);
+    take(&at, Engine::outer_bytes(p * NQ, dv), &outer_dout);
+    take(&at, Engine::rows_bytes(BACKWARD_N, d), &rows_k);
+    take(&at, Engine::rows_bytes(BACKWARD_N, dv), &rows_v);
+    take(&at, Engine::columns_bytes(BACKWARD_N, d), &columns_k);
+    take(&at, Engine::weights_bytes(BACKWARD_N), &weights);
+    take(&at, Engine::outer_weights_bytes(CAPACITY, b->capacity), &outer_p);
+    take(&at, Engine::outer_weights_bytes(CAPACITY, b->capacity), &outer_ds);
+    take(&at, p * Engine::acc_rows(d) * NQ * 4, &dq_acc);
+    take(&at, p * TILE * 4, &p_tiles);
+    take(&at, p * TILE * 4, &ds_tiles);
+    take(&at, TILE * 4, &extra);
+    take(&at, TILE * 4, &tanh_tile);
+    take(&at, p * NQ * 4, &lse_log2);
+    take(&at, p * NQ * 4, &delta);
+    return at;
+  }
+  int64_t lse_at(const int64_t *strides, int64_t token_stride, const Panel &panel, int64_t lane) const {
+    return lse_index(*c, strides, token_stride, task, panel.i_of(lane), panel.head[lane]);
+  }
+  bool start() {
+    const int64_t capacity = b->capacity;
+    bool is_finite = true;
+    num_panels = (task.row_hi - task.row_lo + NQ - 1) / NQ;
+    unit = task.sequence.batch * c->num_heads_kv + task.kv_head;
+    const int64_t slot = unit % b->num_slots;
+    dk_sum = b->dk_sum + slot * b->slot_keys * Engine::sum_width(c->head_dim);
+    dv_sum = b->dv_sum + slot * b->slot_keys * Engine::sum_width(c->head_dim_v);
+    for (int64_t p = 0; p < num_panels; p++) {
+      Panel &panel = panels[p];
+      panel_of(*c, task, b->plan.group, task.row_lo + p * NQ, task.row_hi, &panel);
+      const char *dout_rows[NQ];
+      for (int64_t l = 0; l < NQ; l++) {
+        const int64_t i = panel.i_of(l), head = panel.head[l];
+        dout_rows[l] = query_row(*c, c->dout, c->dout_strides, task, i, head);
+        const float lse = l < panel.n ? c->lse[lse_at(c->lse_strides, 1, panel, l)] : -INFINITY;
+        lse_log2[p * NQ + l] = lse == -INFINITY ? INFINITY : lse * LOG2E;  // no key, no weight
+        const char *out = query_row(*c, c->out, c->out_strides, task, i, head);
+        float dot = 0;
+        if (l < panel.n) WITH_DTYPE(c->dtype, dot = dot_rows<E>(out, dout_rows[l], c->head_dim_v));
+        if (l < panel.n && c->dlse) dot -= c->dlse[lse_at(c->dlse_strides, c->dlse_strides[2], panel, l)];
+        if (l < panel.n && c->delta) c->delta[lse_at(c->lse_strides, 1, panel, l)] = dot;
+        delta[p * NQ + l] = dot;
+      }
+      is_finite &= Engine::pack_lanes(panel.query_rows, panel.n, c->head_dim,
+                                      lanes_q + p * Engine::lanes_bytes(c->head_dim), b->scoring.sign);
+      is_finite &= Engine::pack_lanes(dout_rows, panel.n, c->head_dim_v,
+                                      lanes_dout + p * Engine::lanes_bytes(c->head_dim_v), 1.f);
+      Engine::pack_outer(panel.query_rows, panel.n, p * NQ, capacity, c->head_dim, outer_q);
+      Engine::pack_outer(dout_rows, panel.n, p * NQ, capacity, c->head_dim_v, outer_dout);
+    }
+    memset(dq_acc, 0, (size_t)(num_panels * Engine::acc_rows(c->head_dim) * NQ * 4));
+    return is_finite;
+  }
+  // P and dS of keys [k0, k0 + n) against one panel, and their share of dq.
+  bool fold(int64_t p, int64_t k0, int64_t n) {
+    const Scoring &s = b->scoring;
+    const Panel &panel = panels[p];
+    float *p_tile = p_tiles + p * TILE, *ds_tile = ds_tiles + p * TILE;
+    const bool is_partial = !is_full(*c, task.sequence, panel.i_lo, panel.i_hi, k0, k0 + n);
+    alignas(64) float unused[NQ];
+    Engine::scores(rows_k, BACKWARD_N, lanes_q + p * Engine::lanes_bytes(c->head_dim), n, c->head_dim, p_tile, 0);
+    if (!s.is_plain || is_partial)
+      score_tile(*c, s, panel, task.sequence, p_tile, k0, n, is_partial, extra, s.has_softcap ? tanh_tile : 0, unused);
+    Engine::scores(rows_v, BACKWARD_N, lanes_dout + p * Engine::lanes_bytes(c->head_dim_v), n, c->head_dim_v, ds_tile, 0);
+    if (s.has_dropout) dropout_tile(*c, s.keep_factor, panel, task.sequence, k0, n, extra);
+    const bool is_finite = gradients<Engine::PRECISE>(p_tile, ds_tile, s.has_dropout ? extra : 0, n,
+                                                      s.is_plain ? s.factor : 1.f, lse_log2 + p * NQ, delta + p * NQ);
+    if (c->dbias) add_bias_gradient(panel, ds_tile, k0, n);
+    if (s.has_softcap)
+      for (int64_t at = 0; at < n * NQ; at += VW) {
+        const vf t = load(tanh_tile + at);
+        store(ds_tile + at, load(ds_tile + at) * (splat(1.f) - t * t));
+      }
+    const int64_t padded = round_up(n, Engine::OUTER_ROWS);
+    memset(p_tile + n * NQ, 0, (size_t)((padded - n) * NQ * 4));
+    memset(ds_tile + n * NQ, 0, (size_t)((padded - n) * NQ * 4));
+    Engine::pack_outer_weights(p_tile, padded, p, b->capacity, outer_p, outer_plane());
+    Engine::pack_outer_weights(ds_tile, padded, p, b->capacity, outer_ds, outer_plane());
+    Engine::accumulate(columns_k, BACKWARD_N, Engine::pack_weights(ds_tile, n, weights), n, c->head_dim,
+                       dq_acc + p * Engine::acc_rows(c->head_dim) * NQ, 0);
+    return is_finite;
+  }
+  int64_t outer_plane() const { return CAPACITY * b->capacity * 2; }  // bytes of one term
+  void add_bias_gradient(const Panel &panel, const float *tile, int64_t k0, int64_t n) {
+    const int64_t *strides = c->dbias_strides;
+    for (int64_t l = 0; l < panel.n; l++) {
+      float *row = c->dbias + task.sequence.batch * strides[0] + panel.head[l] * strides[1] +
+                   (panel.i_lo + panel.i_offset[l]) * strides[2] + k0 * strides[3];
+      for (int64_t key = 0; key < n; key++) row[key * strides[3]] += tile[key * NQ + l];
+    }
+  }
+  // Which tasks of this unit add to key block [k0, k1) before this one: those of later rows.
+  int32_t rank_in(int64_t k0, int64_t k1) const {
+    const Span seen = query_span(*c, task.sequence, k0, min64(k1, task.sequence.num_keys));
+    return (int32_t)((seen.hi * b->plan.group - 1) / b->plan.block_rows - task.row_block);
+  }
+  void add_to_sums(const int64_t *keys_of, int64_t first, int64_t lo, int64_t n) {
+    const int64_t dk_width = Engine::sum_width(c->head_dim), dv_width = Engine::sum_width(c->head_dim_v);
+    float *dk = dk_sum + lo * dk_width, *dv = dv_sum + lo * dv_width;
+    for (int64_t m = 0, end; m < n; m = end) {  // keys that the same panels see: all from the first that sees key m
+      while (first < num_panels && keys_of[first] <= m) first++;
+      if (first == num_panels) break;
+      end = min64(n, round_up(keys_of[first], Engine::OUTER_ROWS));
+      const int64_t last = last_active(keys_of);
+      Engine::outer(p_tiles, TILE, outer_p, outer_plane(), first, last, m, end, outer_dout, b->capacity,
+                    c->head_dim_v, dv, dv_width);
+      Engine::outer(ds_tiles, TILE, outer_ds, outer_plane(), first, last, m, end, outer_q, b->capacity,
+                    c->head_dim, dk, dk_width);
+    }
+  }
+  int64_t last_active(const int64_t *keys_of) const {
+    int64_t last = num_panels;
+    while (last > 0 && keys_of[last - 1] == 0) last--;
+    return last;
+  }
+  bool run() {
+    bool is_finite = start();
+    const Span span = key_span(*c, task.sequence, panels[0].i_lo, panels[num_panels - 1].i_hi);
+    int32_t *bias_ticket = 0;
+    wait_for_slot();
+    if (b->orders_units) wait_for(bias_ticket = bias_counter(), bias_rank());
+    for (int64_t k0 = span.lo - span.lo % BACKWARD_N; k0 < span.hi; k0 += BACKWARD_N) {
+      int32_t *ticket = b->tickets + unit * b->num_key_blocks + k0 / BACKWARD_N;
+      const int32_t rank = rank_in(k0, k0 + BACKWARD_N);
+      if (c->dbias && c->dbias_strides[2] == 0) wait_for(ticket, rank);
+      const int64_t lo = max64(k0, span.lo / KEY_UNIT * KEY_UNIT), n = min64(k0 + BACKWARD_N, span.hi) - lo;
+      is_finite &= pack_keys(lo, n);
+      int64_t keys_of[Engine::BACKWARD_PANELS], first = num_panels;
+      for (int64_t p = 0; p < num_panels; p++) {
+        const Span seen = key_span(*c, task.sequence, panels[p].i_lo, panels[p].i_hi);
+        const int64_t keys = min64(lo + n, seen.hi) - lo;
+        keys_of[p] = keys > 0 && seen.lo < lo + keys ? keys : 0;
+        if (!keys_of[p]) continue;
+        if (first == num_panels) first = p;
+        is_finite &= fold(p, lo, keys_of[p]);
+      }
+      wait_for(ticket, rank);
+      if (rank == 0) clear_sums(k0);
+      if (first < num_panels) add_to_sums(keys_of, first, lo, n);
+      advance(ticket);
+    }
+    if (bias_ticket) advance(bias_ticket);
+    is_finite &= finish();
+    const int64_t num_tasks = b->plan.blocks_of(task.sequence.num_queries);
+    if (__atomic_add_fetch(b->ended + unit, 1, __ATOMIC_ACQ_REL) == num_tasks) {
+      is_finite &= store_sums();
+      advance(b->stored + unit);
+    }
+    return is_finite;
+  }
+  void wait_for_slot() const {
+    for (int64_t u = unit - b->num_slots; u >= 0; u -= b->num_slots)
+      if (sequence_of(*c, u / c->num_heads_kv).num_queries > 0) return wait_for(b->stored + u, 1);  // others have no tasks
+  }
+  void clear_sums(int64_t k0) {
+    const int64_t keys = min64(BACKWARD_N, task.sequence.num_keys - k0);
+    const int64_t dk_width = Engine::sum_width(c->head_dim), dv_width = Engine::sum_width(c->head_dim_v);
+    memset(dk_sum + k0 * dk_width, 0, (size_t)(keys * dk_width * 4));
+    memset(dv_sum + k0 * dv_width, 0, (size_t)(keys * dv_width * 4));
+  }
+  // dk and dv of the unit; key blocks that no task has reached are 0.
+  bool store_sums() {
+    const bool is_packed = c->cu_seqlens_k != 0;
+    const int64_t size = size_of_dtype(c->dtype);
+    FiniteCheck check;
+    for (int64_t k0 = 0; k0 < task.sequence.num_keys; k0 += BACKWARD_N) {
+      const int64_t k1 = min64(k0 + BACKWARD_N, task.sequence.num_keys);
+      if (b->tickets[unit * b->num_key_blocks + k0 / BACKWARD_N] == 0) clear_sums(k0);
+      for (int64_t j = k0; j < k1; j++) {
+        const int64_t batch = task.sequence.batch, token = task.sequence.key_start + j;
+        char *dk = c->dk + size * row_offset(c->dk_strides, batch, token, task.kv_head, is_packed);
+        char *dv = c->dv + size * row_offset(c->dv_strides, batch, token, task.kv_head, is_packed);
+        store_row(dk_sum + j * Engine::sum_width(c->head_dim), c->head_dim, (float)c->scale, dk, &check);
+        store_row(dv_sum + j * Engine::sum_width(c->head_dim_v), c->head_dim_v, 1.f, dv, &check);
+      }
+    }
+    return check.is_finite();
+  }
+  void store_row(const float *sum, int64_t width, float factor, char *row, FiniteCheck *check) {
+    for (int64_t t = 0; t < width; t += 8) {  // sums are padded to vectors
+      const v8 x = *(const v8_any *)(sum + t) * factor;
+      check->see(x);
+      WITH_DTYPE(c->dtype, store8((E *)row + t, x, width - t));
+    }
+  }
+  bool pack_keys(int64_t lo, int64_t n) {
+    const char *keys_at[BACKWARD_N], *values_at[BACKWARD_N];
+    for (int64_t j = 0; j < n; j++) {
+      keys_at[j] = key_row(*c, c->key, c->key_strides, task, lo + j);
+      values_at[j] = key_row(*c, c->value, c->value_strides, task, lo + j);
+    }
+    bool is_finite = Engine::pack_rows(keys_at, n, BACKWARD_N, c->head_dim, rows_k);
+    is_finite &= Engine::pack_rows(values_at, n, BACKWARD_N, c->head_dim_v, rows_v);
+    Engine::pack_columns(keys_at, n, BACKWARD_N, c->head_dim, columns_k);
+    return is_finite;
+  }
+  bool finish() {
+    bool is_finite = true;
+    alignas(64) float factor[NQ];
+    for (int64_t l = 0; l < NQ; l++) factor[l] = (float)fabs(c->scale) * (b->scoring.sign < 0 ? -1.f : 1.f);
+    for (int64_t p = 0; p < num_panels; p++) {
+      char *rows[NQ];
+      for (int64_t l = 0; l < panels[p].n; l++)
+        rows[l] = query_row(*c, c->dq, c->dq_strides, task, panels[p].i_of(l), panels[p].head[l]);
+      WITH_DTYPE(c->dtype, is_finite &= unpack_transposed<E>(dq_acc + p * Engine::acc_rows(c->head_dim) * NQ, NQ,
+                                                             panels[p].n, NQ, c->head_dim, rows, factor));
+    }
+    return is_finite;
+  }
+  // Units that share dbias add to a block of its rows in their order.
+  bool shares_batch() const { return c->dbias_strides[0] == 0; }
+  bool shares_heads() const { return c->dbias_strides[1] == 0; }
+  int32_t *bias_counter() const {
+    const int64_t group = (shares_batch() ? 0 : task.sequence.batch * c->num_heads_kv) + (shares_heads() ? 0 : task.kv_head);
+    return b->bias_tickets + group * b->num_row_blocks + task.row_block;
+  }
+  int32_t bias_rank() const {
+    int64_t rank = shares_heads() ? task.kv_head : 0;
+    if (shares_batch())
+      for (int64_t s = 0; s < task.sequence.batch; s++)
+        if (b->plan.blocks_of(sequence_of(*c, s).num_queries) > task.row_block) rank += shares_heads() ? c->num_heads_kv : 1;
+    return (int32_t)rank;
+  }
+};
+
+template <class Engine> static void backward_work(void *context, int64_t index, char *scratch) {
+  Backward *b = (Backward *)context;
+  BackwardTask<Engine> t;
+  t.b = b, t.c = b->plan.call, t.task = b->plan.task(index);
+  t.lay_out(scratch);
+  Engine::begin();
+  const bool is_finite = t.run();
+  Engine::end();
+  if (!is_finite) __atomic_store_n(&b->plan.not_finite, 1, __ATOMIC_RELAXED);
+}
+
+// Slots that threads and the waves behind them can use at once.
+static int64_t slots_for(const Call &c, int64_t units, int64_t row_blocks) {
+  return max64(1, min64(units, 2 * max64(1, c.num_threads) / max64(1, row_blocks) + 2));
+}
+
+static struct {
+  pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;
+  Arena arena;  // kept: a fresh 30 MiB in every call took ten times as long to be mapped by 16 threads as the call itself
+} sums;
+
+template <class Engine> static int backward_with(Backward *b, Arena *arena) {
+  const Call &c = *b->plan.call;
+  const int64_t units = c.batch * c.num_heads_kv;
+  const int64_t dk_floats = b->num_slots * b->slot_keys * Engine::sum_width(c.head_dim);
+  const int64_t dv_floats = b->num_slots * b->slot_keys * Engine::sum_width(c.head_dim_v);
+  const int64_t counters = units * (b->num_key_blocks + b->num_row_blocks + 2);
+  char *memory = arena->reserve((dk_floats + dv_floats + counters) * 4);
+  if (!memory) return STATUS_NO_MEMORY;
+  b->dk_sum = (float *)memory, b->dv_sum = b->dk_sum + dk_floats;
+  b->tickets = (int32_t *)(b->dv_sum + dv_floats);
+  b->bias_tickets = b->tickets + units * b->num_key_blocks;
+  b->ended = b->bias_tickets + units * b->num_row_blocks, b->stored = b->ended + units;
+  memset(b->tickets, 0, (size_t)counters * 4);
+  BackwardTask<Engine> measure;
+  measure.b = b, measure.c = &c;
+  const int64_t scratch_bytes = (int64_t)measure.lay_out(0);
+  const bool shares_rows = c.dbias && c.dbias_strides[1] == 0 && b->capacity < b->plan.group;  // queries are cut after all
+  const int64_t num_threads = shares_rows ? 1 : threads_for(c, 5);
+  if (!pool_run(c.num_threads, num_threads, b->plan.num_tasks, scratch_bytes, backward_work<Engine>, b)) return STATUS_NO_MEMORY;
+  return b->plan.not_finite ? STATUS_NOT_FINITE : STATUS_OK;
+}
+
+template <class Engine> static int backward(const Call &c) {
+  Backward b = {};
+  b.plan.call = &c;
+  b.plan.group = c.num_heads_q / c.num_heads_kv;
+  b.plan.splits = 1;
+  b.plan.units_outside = true;
+  b.scoring = scoring_of(c);
+  b.orders_units = c.dbias && c.dbias_strides[2] != 0 && c.dbias_strides[3] != 0 &&
+                   ((c.dbias_strides[0] == 0 && c.batch > 1) || (c.dbias_strides[1] == 0 && c.num_heads_kv > 1));
+  const Extent extent = extent_of(c);
+  // Fixed by the shape alone, because it fixes the order of sums. Whole queries: tasks that share one would add to the same
+  // entries of a bias that all heads share.
+  const int64_t num_panels = max64(1, min64(Engine::BACKWARD_PANELS, extent.panels / 16));
+  b.capacity = NQ * num_panels;
+  b.plan.block_rows = b.capacity < b.plan.group ? b.capacity : b.capacity / b.plan.group * b.plan.group;
+  b.num_key_blocks = (extent.keys + Engine::BACKWARD_N - 1) / Engine::BACKWARD_N;
+  b.num_row_blocks = b.plan.blocks_of(extent.rows / b.plan.group);
+  b.num_slots = slots_for(c, c.batch * c.num_heads_kv, b.num_row_blocks), b.slot_keys = extent.keys;
+  if (!b.plan.lay_out()) return STATUS_NO_MEMORY;
+  Arena own = {};  // where another call has the shared one
+  const bool is_shared = pthread_mutex_trylock(&sums.owner) == 0;
+  const int status = backward_with<Engine>(&b, is_shared ? &sums.arena : &own);
+  if (is_shared) pthread_mutex_unlock(&sums.owner);
+  free(own.memory);
+  free(b.plan.first);
+  return status;
+}

@@ -1,0 +1,286 @@
+// Computes   out = softmax(scores) V and lse, for every (sequence, KV head, block of packed query rows).
+// Algorithm  FlashAttention, algorithm 1 with the loops of its second version (arXiv:2205.14135, arXiv:2307.08691):
+//            query rows outside, keys streamed, online softmax.
+// Schedule   a task is up to `block_rows` rows in panels of NQ lanes; per key block its keys and values are packed once
+//            and used by all panels. score^T = K Q^T and acc^T += V^T P^T keep queries in the lanes, so maximum, sum
+//            and rescaling never reduce across lanes. Few rows: the keys are split over tasks and merged after.
+// Traffic    Q and out once, K and V once per task; nothing that grows with seqlen_q * seqlen_k.
+// On chip    a tile (NQ x BLOCK_N floats) in the first-level cache, packed keys and values in the second.
+// Numerics   sums in float32. The largest weight of a row is 1, so a row with one key is exact whatever the weights are
+//            rounded to (bfloat16 on AMX).
+// Limits     finite inputs: what is not finite sets plan.not_finite, and the caller runs another backend.
+#pragma once
+#include "pool.h"
+#include "score.h"
+
+struct Softmax {  // the running state of one panel
+  alignas(64) float row_max[NQ], row_sum[NQ];
+};
+
+struct Forward {
+  Plan plan;
+  Scoring scoring;
+  int64_t heads_at_once;  // KV heads of a decoding task
+  float *parts;           // per (row, split): row_max, row_sum, acc; null without splits
+};
+
+// Fold the maxima of a tile in; true where some row is rescaled, by alpha (NQ,). Returns the subtrahend per lane.
+static AI bool raise_max(Softmax *state, const float *tile_max, float factor, float *subtrahend, float *alpha) {
+  vi changed = {};
+  for (int64_t j = 0; j < NV; j++) {
+    const vf old = load(state->row_max + j * VW);
+    const vf fresh = maximum(load(tile_max + j * VW) * factor, old);
+    const vf finite = select((vi)(fresh == splat(-INFINITY)), (vf){}, fresh);
+    const vf scale = exp2_of<true>(old - finite);
+    changed |= (vi)(scale != splat(1.f));
+    store(state->row_max + j * VW, fresh);
+    store(state->row_sum + j * VW, load(state->row_sum + j * VW) * scale);
+    store(alpha + j * VW, scale);
+    store(subtrahend + j * VW, finite);
+  }
+  int32_t any = 0;
+  for (int t = 0; t < VW; t++) any |= changed[t];
+  return any != 0;
+}
+
+// Where a (row, split) lies in Forward.parts: row_max, row_sum, acc. Splits of a row are neighbours.
+static AI float *part_of(const Forward &f, const Task &t, int64_t i, int64_t head) {
+  const Call &c = *f.plan.call;
+  const int64_t first_token = c.cu_seqlens_q ? t.sequence.query_start : t.sequence.batch * c.seqlen_q;
+  const int64_t index = first_token * c.num_heads_q + head * t.sequence.num_queries + i;
+  return f.parts + (index * f.plan.splits + t.split) * (c.head_dim_v + 2);
+}
+static void start_softmax(const Call &c, const Task &t, const Panel &panel, Softmax *state) {
+  for (int64_t l = 0; l < NQ; l++) {
+    // a sink is a key of score `sink` and value 0
+    const float sink = c.sinks && t.split == 0 ? c.sinks[panel.head[l]] * LOG2E : -INFINITY;
+    state->row_max[l] = sink;
+    state->row_sum[l] = sink > -INFINITY ? 1.f : 0.f;
+  }
+}
+// Writes lse of a row, or its state where keys are split; false if the state is not finite.
+static AI bool finish_row(const Forward &f, const Task &t, int64_t i, int64_t head, float top, float sum) {
+  const Call &c = *f.plan.call;
+  if (f.parts) {
+    float *part = part_of(f, t, i, head);
+    part[0] = top, part[1] = sum;
+  } else {
+    c.lse[lse_index(c, c.lse_strides, 1, t, i, head)] = sum > 0 ? (top + log2f(sum)) * LN2 : -INFINITY;
+  }
+  return sum - sum == 0.f && top < INFINITY;
+}
+
+struct Extent {
+  int64_t rows, keys, panels;  // packed rows and keys of the longest sequence; panels in all
+};
+static Extent extent_of(const Call &c) {
+  Extent e = {0, 0, 0};
+  const int64_t group = c.num_heads_q / c.num_heads_kv;
+  for (int64_t b = 0; b < (c.cu_seqlens_q ? c.batch : min64(1, c.batch)); b++) {
+    const Sequence s = sequence_of(c, b);
+    e.rows = max64(e.rows, s.num_queries * group), e.keys = max64(e.keys, s.num_keys);
+    e.panels += (s.num_queries * group + NQ - 1) / NQ * c.num_heads_kv;
+  }
+  if (!c.cu_seqlens_q) e.panels *= c.batch;
+  return e;
+}
+// The keys of a task: what its rows see, cut to its split.
+static AI Span task_keys(const Call &c, const Plan &plan, const Task &t, int64_t i_lo, int64_t i_hi, int64_t block_n) {
+  Span span = key_span(c, t.sequence, i_lo, i_hi);
+  if (plan.splits == 1) return span;
+  const int64_t part = round_up((t.sequence.num_keys + plan.splits - 1) / plan.splits, block_n);
+  return {max64(span.lo, t.split * part), min64(span.hi, (t.split + 1) * part)};
+}
+
+template <class T> static AI void take(char **at, int64_t bytes, T **place) {
+  *place = (T *)*at;
+  *at += round_up(bytes, 64);
+}
+
+template <class Engine> struct ForwardTask {
+  static constexpr int BLOCK_N = Engine::BLOCK_N;
+  const Forward *f;
+  const Call *c;
+  Task task;
+  int64_t num_panels, acc_floats;
+  Panel *panels;
+  Softmax *states;
+  char *lanes;
+  float *acc, *tile, *extra;  // extra: bias or dropout factors of a tile
+  char *rows, *columns, *weights;
+
+  static int64_t num_tasks(const Forward &f) { return f.plan.num_tasks; }
+  void choose(int64_t index) { task = f->plan.task(index); }
+  // Lays the scratch memory out from `at` on (null: to be measured); returns its end.
+  char *lay_out(char *at) {
+    const int64_t p = f->plan.block_rows / NQ, d = c->head_dim, dv = c->head_dim_v, tile_bytes = (BLOCK_N + 8) * NQ * 4;
+    take(&at, p * (int64_t)sizeof(Panel), &panels);
+    take(&at, p * (int64_t)sizeof(Softmax), &states);
+    take(&at, p * Engine::lanes_bytes(d), &lanes);
+    take(&at, p * Engine::acc_rows(dv) * NQ * 4, &acc);
+    take(&at, tile_bytes, &tile);
+    take(&at, tile_bytes, &extra);
+    take(&at, Engine::rows_bytes(BLOCK_N, d), &rows);
+    take(&at, Engine::columns_bytes(BLOCK_N, dv), &columns);
+    take(&at, Engine::weights_bytes(BLOCK_N), &weights);
+    return at;
+  }
+  void start() {
+    num_panels = (task.row_hi - task.row_lo + NQ - 1) / NQ;
+    acc_floats = Engine::acc_rows(c->head_dim_v) * NQ;
+    for (int64_t p = 0; p < num_panels; p++) {
+      panel_of(*c, task, f->plan.group, task.row_lo + p * NQ, task.row_hi, &panels[p]);
+      Engine::pack_lanes(panels[p].query_rows, panels[p].n, c->head_dim, lanes + p * Engine::lanes_bytes(c->head_dim),
+                         f->scoring.sign);
+      start_softmax(*c, task, panels[p], &states[p]);
+    }
+    memset(acc, 0, (size_t)(num_panels * acc_floats * 4));
+  }
+  // Keys [k0, k0 + n) against one panel.
+  void fold(int64_t p, int64_t k0, int64_t n) {
+    const Scoring &s = f->scoring;
+    const bool is_partial = !is_full(*c, task.sequence, panels[p].i_lo, panels[p].i_hi, k0, k0 + n);
+    alignas(64) float tile_max[NQ], subtrahend[NQ], alpha[NQ];
+    for (int64_t l = 0; l < NQ; l++) tile_max[l] = -INFINITY;
+    const bool is_simple = s.is_plain && !is_partial && n % Engine::MAX_UNIT == 0;
+    Engine::scores(rows, BLOCK_N, lanes + p * Engine::lanes_bytes(c->head_dim), n, c->head_dim, tile, is_simple ? tile_max : 0);
+    if (!is_simple) score_tile(*c, s, panels[p], task.sequence, tile, k0, n, is_partial, extra, 0, tile_max);
+    const float factor = s.is_plain ? s.factor : 1.f;
+    const bool rescales = raise_max(&states[p], tile_max, factor, subtrahend, alpha);
+    const char *packed;
+    if (s.has_dropout) {
+      exponentials<true>(tile, n, factor, subtrahend, states[p].row_sum);
+      dropout_tile(*c, 1.f, panels[p], task.sequence, k0, n, extra);
+      for (int64_t at = 0; at < n * NQ; at += VW) store(tile + at, load(tile + at) * load(extra + at));
+      packed = Engine::pack_weights(tile, n, weights);
+    } else {
+      packed = Engine::pack_exponentials(tile, n, factor, subtrahend, states[p].row_sum, weights);
+    }
+    Engine::accumulate(columns, BLOCK_N, packed, n, c->head_dim_v,
+                       acc + p * acc_floats, rescales ? alpha : 0);
+  }
+  bool run() {
+    Engine::begin();
+    const bool is_finite = run_between();
+    Engine::end();
+    return is_finite;
+  }
+  bool run_between() {
+    start();
+    const Span span = task_keys(*c, f->plan, task, panels[0].i_lo, panels[num_panels - 1].i_hi, BLOCK_N);
+    bool is_finite = true;
+    for (int64_t k0 = span.lo - span.lo % BLOCK_N; k0 < span.hi; k0 += BLOCK_N) {
+      const int64_t lo = max64(k0, span.lo / KEY_UNIT * KEY_UNIT), n = min64(k0 + BLOCK_N, span.hi) - lo;
+      const char *keys_at[BLOCK_N], *values_at[BLOCK_N];
+      for (int64_t j = 0; j < n; j++) {
+        keys_at[j] = key_row(*c, c->key, c->key_strides, task, lo + j);
+        values_at[j] = key_row(*c, c->value, c->value_strides, task, lo + j);
+      }
+      Engine::pack_rows(keys_at, n, BLOCK_N, c->head_dim, rows);
+      is_finite &= Engine::pack_columns(values_at, n, BLOCK_N, c->head_dim_v, columns);
+      for (int64_t p = 0; p < num_panels; p++) {
+        const Span seen = key_span(*c, task.sequence, panels[p].i_lo, panels[p].i_hi);
+        const int64_t keys = min64(lo + n, seen.hi) - lo;
+        if (keys > 0 && seen.lo < lo + keys) fold(p, lo, keys);
+      }
+    }
+    return is_finite & finish();
+  }
+  // out = acc / row_sum and lse, or the state as it is where the keys are split.
+  bool finish() {
+    bool is_finite = true;
+    for (int64_t p = 0; p < num_panels; p++) {
+      const float *sums = acc + p * acc_floats;
+      alignas(64) float factor[NQ];
+      char *out[NQ];
+      for (int64_t l = 0; l < NQ; l++) {
+        const float sum = states[p].row_sum[l];
+        factor[l] = sum > 0 ? f->scoring.keep_factor / sum : 0.f;
+        if (l >= panels[p].n) continue;
+        const int64_t i = panels[p].i_of(l), head = panels[p].head[l];
+        is_finite &= finish_row(*f, task, i, head, states[p].row_max[l], sum);
+        out[l] = query_row(*c, c->out, c->out_strides, task, i, head);
+        for (int64_t t = 0; f->parts && t < c->head_dim_v; t++) part_of(*f, task, i, head)[2 + t] = sums[t * NQ + l];
+      }
+      if (!f->parts)
+        WITH_DTYPE(c->dtype, is_finite &= unpack_transposed<E>(sums, NQ, panels[p].n, NQ, c->head_dim_v, out, factor));
+    }
+    return is_finite;
+  }
+};
+
+template <class Worker> static void forward_work(void *context, int64_t index, char *scratch) {
+  Forward *f = (Forward *)context;
+  Worker t;
+  t.f = f, t.c = f->plan.call;
+  t.lay_out(scratch);
+  t.choose(index);
+  if (!t.run()) __atomic_store_n(&f->plan.not_finite, 1, __ATOMIC_RELAXED);
+}
+
+// The splits of one block of rows become out and lse.
+static void merge_work(void *context, int64_t index, char *) {
+  const Forward *f = (const Forward *)context;
+  const Call &c = *f->plan.call;
+  Task t = f->plan.task(index * f->plan.splits);
+  t.split = 0;
+  for (int64_t row = t.row_lo; row < t.row_hi; row++) {
+    const int64_t width = c.head_dim_v + 2, i = row / f->plan.group, head = t.kv_head * f->plan.group + row % f->plan.group;
+    float *parts = part_of(*f, t, i, head), top = -INFINITY, sum = 0;
+    for (int64_t s = 0; s < f->plan.splits; s++) top = fmaxf(top, parts[s * width]);
+    float *acc = parts + 2;  // of the first split, which becomes the sum
+    for (int64_t s = 0; s < f->plan.splits; s++) {
+      const float *part = parts + s * width;
+      const float scale = part[0] > -INFINITY ? exp2f(part[0] - top) : 0.f;
+      sum += part[1] * scale;
+      for (int64_t e = 0; e < c.head_dim_v; e++) acc[e] = (s ? acc[e] : 0.f) + part[2 + e] * scale;
+    }
+    const float factor = sum > 0 ? f->scoring.keep_factor / sum : 0.f;
+    c.lse[lse_index(c, c.lse_strides, 1, t, i, head)] = sum > 0 ? (top + log2f(sum)) * LN2 : -INFINITY;
+    char *out = query_row(c, c.out, c.out_strides, t, i, head);
+    for (int64_t e = 0; e < c.head_dim_v; e += 8) {
+      v8 x = {};
+      for (int64_t i = 0; i < 8 && e + i < c.head_dim_v; i++) x[i] = acc[e + i] * factor;
+      WITH_DTYPE(c.dtype, store8((E *)out + e, x, c.head_dim_v - e));
+    }
+  }
+}
+
+// Threads that have a million operations or more each; waking one takes about as long.
+static int64_t threads_for(const Call &c, int64_t products_halved) {
+  const double pairs = (double)c.num_heads_q * c.seqlen_k * (c.cu_seqlens_q ? c.cu_seqlens_q[c.batch] : c.batch * c.seqlen_q);
+  const double operations = pairs * (double)(c.head_dim + c.head_dim_v) * (double)products_halved;
+  return (int64_t)fmin((double)c.num_threads, 1. + operations * 1e-6);
+}
+
+template <class Worker> static int forward(const Call &c, int64_t block_panels) {
+  Forward f = {};
+  f.plan.call = &c;
+  f.plan.group = c.num_heads_q / c.num_heads_kv;
+  f.scoring = scoring_of(c);
+  const Extent extent = extent_of(c);
+  // As many panels to a task as leave four tasks per thread, or one where all are alike; how many never changes a bit of
+  // the result.
+  const int64_t per_thread = extent.panels / max64(1, c.num_threads);
+  const bool are_alike = c.left >= NO_LIMIT && c.right >= NO_LIMIT;
+  const int64_t wanted = are_alike ? max64(per_thread / 4, min64(per_thread, 4)) : per_thread / 4;
+  f.plan.block_rows = NQ * min64(block_panels, max64(1, min64(wanted, (extent.rows + NQ - 1) / NQ)));
+  f.plan.splits = max64(1, min64(64 / max64(1, extent.panels), extent.keys / 512));
+  if (!f.plan.lay_out()) return STATUS_NO_MEMORY;
+  if (f.plan.splits > 1) {
+    const int64_t tokens = c.cu_seqlens_q ? c.cu_seqlens_q[c.batch] : c.batch * c.seqlen_q;
+    f.parts = (float *)malloc((size_t)(tokens * c.num_heads_q * f.plan.splits * (c.head_dim_v + 2)) * 4);
+    if (!f.parts) return STATUS_NO_MEMORY;
+  }
+  // Heads that lie together are best read together, where that leaves enough tasks.
+  const int64_t per_head = c.batch * f.plan.splits;
+  f.heads_at_once = max64(1, min64(8, min64(c.num_heads_kv, per_head * c.num_heads_kv / (2 * max64(1, c.num_threads)))));
+  const int64_t num_threads = threads_for(c, 2);
+  Worker measure;
+  measure.f = &f, measure.c = &c;
+  bool has_run = pool_run(c.num_threads, num_threads, Worker::num_tasks(f), (int64_t)measure.lay_out(0), forward_work<Worker>, &f);
+  if (f.parts) has_run &= pool_run(c.num_threads, num_threads, f.plan.num_tasks / f.plan.splits, 0, merge_work, &f);
+  free(f.parts);
+  free(f.plan.first);
+  return !has_run ? STATUS_NO_MEMORY : f.plan.not_finite ? STATUS_NOT_FINITE : STATUS_OK;
+}
