@@ -35,8 +35,9 @@ STUB = """
 extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 EXPORT long long tilestream_abi() { return 8; }
+EXPORT void tilestream_join(void *) {}
 EXPORT long long tilestream_usable() { return USABLE; }
-EXPORT long long tilestream_tile_shape(long long backward) { return ((backward ? 32LL : 64LL) << 32) | 128; }
+EXPORT long long tilestream_tile_shape(long long, long long backward) { return ((backward ? 32LL : 64LL) << 32) | 128; }
 EXPORT int tilestream_forward(const void *call) { return *(const int *)call; }
 EXPORT int tilestream_backward(const void *) { return 0; }
 }
@@ -123,7 +124,7 @@ def test_a_library_can_be_called(lib: Path) -> None:
     assert isinstance(found, Library)
     assert found.path == lib / library_name("amx")
     assert found.forward((7).to_bytes(4, sys.byteorder)) == 7
-    assert (found.tile_shape(backward=False), found.tile_shape(backward=True)) == ((64, 128), (32, 128))
+    assert (found.tile_shape(0, backward=False), found.tile_shape(0, backward=True)) == ((64, 128), (32, 128))
 
 
 def test_the_environment_names_one(lib: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,16 @@ from tilestream.backends.base import Backend
 from tilestream.errors import ArgumentError, UnsupportedError
 from tilestream.problem import AttentionInputs, DoubleGradients, Problem
 
-__all__ = ["BACKENDS", "Explanation", "backend", "choose", "double_backward", "explain", "native_library", "native_report"]
+__all__ = [
+    "BACKENDS",
+    "Explanation",
+    "backend",
+    "choose",
+    "double_backward",
+    "explain",
+    "native_library",
+    "native_report",
+]
 
 # In order of preference; each names a module with a `BACKEND` object, imported when it is first asked.
 _MODULES = {"native": "tilestream.backends.cpu.native", "cpu": "tilestream.backends.cpu"}

@@ -134,7 +134,7 @@ def _needs_no_operator(inputs: AttentionInputs) -> bool:
         forward_ad._current_level < 0
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.autograd._profiler_enabled()
+        and not torch._C._autograd._profiler_enabled()
     )
 
 

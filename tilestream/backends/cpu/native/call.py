@@ -57,8 +57,7 @@ def pack(
     return _LAYOUT.pack(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), _address(bias), _address(alibi), _address(sinks),
         _address(cu_seqlens_q), _address(cu_seqlens_k), out.data_ptr(), lse.data_ptr(),
-        _address(backward.dout), _address(backward.dlse), _address(backward.dq), _address(backward.dk), _address(backward.dv),
-        _address(backward.dbias), _address(backward.delta),
+        *(_address(x) for x in backward),
         _DTYPES[query.dtype], 0 if bias is None else _DTYPES[bias.dtype], torch.get_num_threads(),
         problem.batch, problem.num_heads_q, problem.num_heads_kv, problem.seqlen_q, problem.seqlen_k,
         problem.head_dim, problem.head_dim_v,

@@ -218,7 +218,7 @@ class Loader:
 
 @functools.cache
 def _gomp_parallel() -> int | None:
-    """The entry point of the GNU OpenMP that PyTorch runs its own threads with, or None where that is another runtime."""
+    """The entry point of the GNU OpenMP that PyTorch's own threads belong to; None where they are another's."""
     folder = Path(torch.__file__).parent
     bundled = [str(path) for path in (*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*"))]
     if not hasattr(os, "RTLD_NOLOAD"):

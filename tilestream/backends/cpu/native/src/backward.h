@@ -35,17 +35,20 @@ static AI void wait_for(const int32_t *counter, int32_t value) {
 }
 static AI void advance(int32_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELEASE); }
 
-// p = 2^(p * factor - lse), ds = p * (ds - delta), with ds = dout V^T before; false if some ds is not finite.
+// p = e^(p * unit - lse), ds = p * (ds - delta), with ds = dout V^T before; false if some ds is not finite.
 template <bool PRECISE>
-NOINLINE static bool gradients(float *p_tile, float *ds_tile, const float *keep, int64_t n, float factor,
-                               const float *lse_log2, const float *delta) {
+NOINLINE static bool gradients(float *p_tile, float *ds_tile, const float *keep, int64_t n, float unit, const float *lse,
+                               const float *delta) {
   vf minus[NV], d[NV], check = {};
-  const vf f = splat(factor);
-  UNROLL for (int j = 0; j < NV; j++) { minus[j] = load(lse_log2 + j * VW); d[j] = load(delta + j * VW); }
+  const vf u = splat(unit);
+  UNROLL for (int j = 0; j < NV; j++) { minus[j] = load(lse + j * VW); d[j] = load(delta + j * VW); }
   for (int64_t at = 0; at < n * NQ; at += NQ)
     UNROLL for (int j = 0; j < NV; j++) {
       const int64_t here = at + j * VW;
-      vf p = exp2_of<PRECISE>(load(p_tile + here) * f - minus[j]), dp = load(ds_tile + here);
+      // Rounded before lse is taken off, as lse was: a row of one key gets 1, however large its score. (An FMA would not.)
+      vf score = load(p_tile + here) * u, dp = load(ds_tile + here);
+      IN_REGISTER(score);
+      const vf p = exp2_of<PRECISE>((score - minus[j]) * splat(LOG2E));
       if (keep) dp *= load(keep + here);
       const vf ds = p * (dp - d[j]);
       check += ds * splat(0.f);
@@ -65,7 +68,7 @@ template <class Engine> struct BackwardTask {
   float *dk_sum, *dv_sum;  // of the unit
   Panel *panels;
   char *lanes_q, *lanes_dout, *outer_q, *outer_dout, *rows_k, *rows_v, *columns_k, *weights, *outer_p, *outer_ds;
-  float *dq_acc, *p_tiles, *ds_tiles, *extra, *tanh_tile, *lse_log2, *delta;
+  float *dq_acc, *p_tiles, *ds_tiles, *extra, *tanh_tile, *lse_lanes, *delta;
   static constexpr int BACKWARD_N = Engine::BACKWARD_N;
   static constexpr int64_t CAPACITY = BACKWARD_N + Engine::OUTER_ROWS, TILE = CAPACITY * NQ;
 
@@ -87,7 +90,7 @@ template <class Engine> struct BackwardTask {
     take(&at, p * TILE * 4, &ds_tiles);
     take(&at, TILE * 4, &extra);
     take(&at, TILE * 4, &tanh_tile);
-    take(&at, p * NQ * 4, &lse_log2);
+    take(&at, p * NQ * 4, &lse_lanes);
     take(&at, p * NQ * 4, &delta);
     return at;
   }
@@ -110,7 +113,7 @@ template <class Engine> struct BackwardTask {
         const int64_t i = panel.i_of(l), head = panel.head[l];
         dout_rows[l] = query_row(*c, c->dout, c->dout_strides, task, i, head);
         const float lse = l < panel.n ? c->lse[lse_at(c->lse_strides, 1, panel, l)] : -INFINITY;
-        lse_log2[p * NQ + l] = lse == -INFINITY ? INFINITY : lse * LOG2E;  // no key, no weight
+        lse_lanes[p * NQ + l] = lse == -INFINITY ? INFINITY : lse;  // no key, no weight
         const char *out = query_row(*c, c->out, c->out_strides, task, i, head);
         float dot = 0;
         if (l < panel.n) WITH_DTYPE(c->dtype, dot = dot_rows<E>(out, dout_rows[l], c->head_dim_v));
@@ -141,7 +144,7 @@ template <class Engine> struct BackwardTask {
     Engine::scores(rows_v, BACKWARD_N, lanes_dout + p * Engine::lanes_bytes(c->head_dim_v), n, c->head_dim_v, ds_tile, 0);
     if (s.has_dropout) dropout_tile(*c, s.keep_factor, panel, task.sequence, k0, n, extra);
     const bool is_finite = gradients<Engine::PRECISE>(p_tile, ds_tile, s.has_dropout ? extra : 0, n,
-                                                      s.is_plain ? s.factor : 1.f, lse_log2 + p * NQ, delta + p * NQ);
+                                                      s.unit, lse_lanes + p * NQ, delta + p * NQ);
     if (c->dbias) add_bias_gradient(panel, ds_tile, k0, n);
     if (s.has_softcap)
       for (int64_t at = 0; at < n * NQ; at += VW) {

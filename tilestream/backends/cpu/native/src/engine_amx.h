@@ -1,7 +1,7 @@
 // The engine of AMX tile products (bfloat16 x bfloat16, float32 sums) for the 16-bit types. A float16 is the sum of two
-// bfloat16 (11 bits of significand in 8 + 8), and weights in float32 are cut to two terms with it, so a float16 product
-// is three: high * high + high * low + low * high. AMX multiplies 16 times as fast as FMAs, so three still win; the six
-// that float32 would need do not.
+// bfloat16 (11 bits of significand in 8 + 8), so scores are exact as the sum of four products; weights in float32 are cut
+// to two terms too, and the product of their low ones is left out. AMX multiplies 16 times as fast as FMAs, so four still
+// win; the six that float32 would need do not.
 // Interface: as engine_fma.h. An operand holds its TERMS planes one after the other; widths and keys are padded with 0.
 //   plain  [row][width]           rows of the left operand: keys, or weights per key
 //   pairs  [row / 2][width][2]    the right operand: rows 2r and 2r + 1 side by side
@@ -54,8 +54,8 @@ struct Tiles {  // one operand: distance of rows in bytes, and of planes
   int64_t stride, plane;
 };
 
-// C (32 x 32 float32) (+)= A B over `chunks` of 32, for all pairs of terms that matter.
-template <int TERMS, bool ADDS>
+// C (32 x 32 float32) (+)= A B over `chunks` of 32, for all pairs of terms, or all that matter where weights are rounded.
+template <int TERMS, bool ADDS, bool ALL>
 static AI void tile_block(Tiles A, Tiles B, int64_t chunks, float *C, int64_t c_stride) {
   char *c = (char *)C, *below = c + 16 * c_stride;
   if (ADDS) {
@@ -74,7 +74,7 @@ static AI void tile_block(Tiles A, Tiles B, int64_t chunks, float *C, int64_t c_
       const char *a = A.base + i * A.plane;
       _tile_loadd(4, a, A.stride);
       _tile_loadd(5, a + 16 * A.stride, A.stride);
-      UNROLL for (int j = 0; j < TERMS - i; j++) {
+      UNROLL for (int j = 0; j < (ALL ? TERMS : TERMS - i); j++) {
         const char *b = B.base + j * B.plane;
         _tile_loadd(6, b, B.stride);
         _tile_dpbf16ps(0, 4, 6);
@@ -190,7 +190,7 @@ template <class E> struct Amx {
   // keys [m, m + 32) of scores()
   static AI void score_block(const char *rows, int64_t capacity, const char *lanes, int64_t m, int64_t width, float *tile) {
     const int64_t row_bytes = padded(width) * 2;
-    tile_block<TERMS, false>({rows + m * row_bytes, row_bytes, rows_bytes(capacity, width) / TERMS},
+    tile_block<TERMS, false, true>({rows + m * row_bytes, row_bytes, rows_bytes(capacity, width) / TERMS},
                              {lanes, NQ * 4, row_bytes * NQ}, padded(width) / 32, tile + m * NQ, NQ * 4);
   }
   static void raise_maxima(const float *tile, int64_t n, float *row_max) {
@@ -241,15 +241,15 @@ template <class E> struct Amx {
       int64_t r = lo;
       for (; r < pairs_end; r += 2, at += 2 * NQ, to += NQ * 4)
         UNROLL for (int j = 0; j < NV; j++) {
-          const vf even = exp2_of<false>(load(at + j * VW) * f - (j ? m1 : m0));
-          const vf odd = exp2_of<false>(load(at + NQ + j * VW) * f - (j ? m1 : m0));
+          const vf even = exp2_of<false>((load(at + j * VW) - (j ? m1 : m0)) * f);
+          const vf odd = exp2_of<false>((load(at + NQ + j * VW) - (j ? m1 : m0)) * f);
           even_sum[j] += even, odd_sum[j] += odd;
           store_pairs(to + j * 64, plane, (__m512)even, (__m512)odd);
         }
       for (; r < hi; r += 2)
         UNROLL for (int j = 0; j < NV; j++) {
           vf even = {};
-          if (r < n) even_sum[j] += even = exp2_of<false>(load(tile + r * NQ + j * VW) * factor - minus[j]);
+          if (r < n) even_sum[j] += even = exp2_of<false>((load(tile + r * NQ + j * VW) - minus[j]) * factor);
           store_pairs(dst + r / 2 * NQ * 4 + j * 64, plane, (__m512)even, _mm512_setzero_ps());
         }
       UNROLL for (int j = 0; j < NV; j++) sum[j] += even_sum[j] + odd_sum[j];
@@ -277,7 +277,7 @@ template <class E> struct Amx {
   static AI void accumulate_block(const char *columns, int64_t capacity, const char *weights, int64_t n, int64_t m,
                                   int64_t width, float *acc) {
     const int64_t stride = padded(capacity) * 2;
-    tile_block<TERMS, true>({columns + m * stride, stride, padded(width) * stride},
+    tile_block<TERMS, true, false>({columns + m * stride, stride, padded(width) * stride},
                             {weights, NQ * 4, weights_bytes(n) / TERMS}, padded(n) / 32, acc + m * NQ, NQ * 4);
   }
 
@@ -300,11 +300,11 @@ template <class E> struct Amx {
         const Tiles b = {outer + first * NQ / 2 * row_bytes + t * 4, row_bytes, outer_plane};
         const int64_t chunks = last - first;
         if (m + 32 <= hi) {
-          tile_block<TERMS, true>(a, b, chunks, sum + m * stride + t, stride * 4);
+          tile_block<TERMS, true, false>(a, b, chunks, sum + m * stride + t, stride * 4);
           continue;
         }
         alignas(64) float rest[32 * 32];  // rows beyond the end belong to another key block, or to nobody
-        tile_block<TERMS, false>(a, b, chunks, rest, 128);
+        tile_block<TERMS, false, false>(a, b, chunks, rest, 128);
         for (int64_t r = 0; m + r < hi; r++)
           for (int64_t j = 0; j < 32; j++) sum[(m + r) * stride + t + j] += rest[r * 32 + j];
       }

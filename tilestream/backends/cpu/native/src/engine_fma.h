@@ -36,7 +36,7 @@ template <class E> struct Fma {
   // what `accumulate` reads in place of a tile of weights: the tile itself
   static int64_t weights_bytes(int64_t) { return 0; }
   static const char *pack_weights(const float *tile, int64_t, char *) { return (const char *)tile; }
-  // 2^(tile * factor - subtrahend) in that form, and its sums over the keys added to row_sum
+  // 2^((tile - subtrahend) * factor) in that form, and its sums over the keys added to row_sum
   static const char *pack_exponentials(float *tile, int64_t n, float factor, const float *subtrahend, float *row_sum, char *) {
     exponentials<PRECISE>(tile, n, factor, subtrahend, row_sum);
     return (const char *)tile;

@@ -20,18 +20,17 @@ struct Softmax {  // the running state of one panel
 struct Forward {
   Plan plan;
   Scoring scoring;
-  int64_t heads_at_once;  // KV heads of a decoding task
-  float *parts;           // per (row, split): row_max, row_sum, acc; null without splits
+  float *parts;  // per (row, split): row_max, row_sum, acc; null without splits
 };
 
-// Fold the maxima of a tile in; true where some row is rescaled, by alpha (NQ,). Returns the subtrahend per lane.
+// Fold the maxima of a tile in; true where some row is rescaled, by alpha (NQ,). `subtrahend` is the new maximum, or 0.
 static AI bool raise_max(Softmax *state, const float *tile_max, float factor, float *subtrahend, float *alpha) {
   vi changed = {};
   for (int64_t j = 0; j < NV; j++) {
     const vf old = load(state->row_max + j * VW);
-    const vf fresh = maximum(load(tile_max + j * VW) * factor, old);
+    const vf fresh = maximum(load(tile_max + j * VW), old);
     const vf finite = select((vi)(fresh == splat(-INFINITY)), (vf){}, fresh);
-    const vf scale = exp2_of<true>(old - finite);
+    const vf scale = exp2_of<true>((old - finite) * factor);
     changed |= (vi)(scale != splat(1.f));
     store(state->row_max + j * VW, fresh);
     store(state->row_sum + j * VW, load(state->row_sum + j * VW) * scale);
@@ -50,10 +49,11 @@ static AI float *part_of(const Forward &f, const Task &t, int64_t i, int64_t hea
   const int64_t index = first_token * c.num_heads_q + head * t.sequence.num_queries + i;
   return f.parts + (index * f.plan.splits + t.split) * (c.head_dim_v + 2);
 }
-static void start_softmax(const Call &c, const Task &t, const Panel &panel, Softmax *state) {
+static void start_softmax(const Forward &f, const Task &t, const Panel &panel, Softmax *state) {
+  const Call &c = *f.plan.call;
   for (int64_t l = 0; l < NQ; l++) {
     // a sink is a key of score `sink` and value 0
-    const float sink = c.sinks && t.split == 0 ? c.sinks[panel.head[l]] * LOG2E : -INFINITY;
+    const float sink = c.sinks && t.split == 0 ? c.sinks[panel.head[l]] / f.scoring.unit : -INFINITY;
     state->row_max[l] = sink;
     state->row_sum[l] = sink > -INFINITY ? 1.f : 0.f;
   }
@@ -65,7 +65,7 @@ static AI bool finish_row(const Forward &f, const Task &t, int64_t i, int64_t he
     float *part = part_of(f, t, i, head);
     part[0] = top, part[1] = sum;
   } else {
-    c.lse[lse_index(c, c.lse_strides, 1, t, i, head)] = sum > 0 ? (top + log2f(sum)) * LN2 : -INFINITY;
+    c.lse[lse_index(c, c.lse_strides, 1, t, i, head)] = sum > 0 ? top * f.scoring.unit + logf(sum) : -INFINITY;
   }
   return sum - sum == 0.f && top < INFINITY;
 }
@@ -109,8 +109,6 @@ template <class Engine> struct ForwardTask {
   float *acc, *tile, *extra;  // extra: bias or dropout factors of a tile
   char *rows, *columns, *weights;
 
-  static int64_t num_tasks(const Forward &f) { return f.plan.num_tasks; }
-  void choose(int64_t index) { task = f->plan.task(index); }
   // Lays the scratch memory out from `at` on (null: to be measured); returns its end.
   char *lay_out(char *at) {
     const int64_t p = f->plan.block_rows / NQ, d = c->head_dim, dv = c->head_dim_v, tile_bytes = (BLOCK_N + 8) * NQ * 4;
@@ -132,7 +130,7 @@ template <class Engine> struct ForwardTask {
       panel_of(*c, task, f->plan.group, task.row_lo + p * NQ, task.row_hi, &panels[p]);
       Engine::pack_lanes(panels[p].query_rows, panels[p].n, c->head_dim, lanes + p * Engine::lanes_bytes(c->head_dim),
                          f->scoring.sign);
-      start_softmax(*c, task, panels[p], &states[p]);
+      start_softmax(*f, task, panels[p], &states[p]);
     }
     memset(acc, 0, (size_t)(num_panels * acc_floats * 4));
   }
@@ -145,16 +143,15 @@ template <class Engine> struct ForwardTask {
     const bool is_simple = s.is_plain && !is_partial && n % Engine::MAX_UNIT == 0;
     Engine::scores(rows, BLOCK_N, lanes + p * Engine::lanes_bytes(c->head_dim), n, c->head_dim, tile, is_simple ? tile_max : 0);
     if (!is_simple) score_tile(*c, s, panels[p], task.sequence, tile, k0, n, is_partial, extra, 0, tile_max);
-    const float factor = s.is_plain ? s.factor : 1.f;
-    const bool rescales = raise_max(&states[p], tile_max, factor, subtrahend, alpha);
+    const bool rescales = raise_max(&states[p], tile_max, s.factor, subtrahend, alpha);
     const char *packed;
     if (s.has_dropout) {
-      exponentials<true>(tile, n, factor, subtrahend, states[p].row_sum);
+      exponentials<true>(tile, n, s.factor, subtrahend, states[p].row_sum);
       dropout_tile(*c, 1.f, panels[p], task.sequence, k0, n, extra);
       for (int64_t at = 0; at < n * NQ; at += VW) store(tile + at, load(tile + at) * load(extra + at));
       packed = Engine::pack_weights(tile, n, weights);
     } else {
-      packed = Engine::pack_exponentials(tile, n, factor, subtrahend, states[p].row_sum, weights);
+      packed = Engine::pack_exponentials(tile, n, s.factor, subtrahend, states[p].row_sum, weights);
     }
     Engine::accumulate(columns, BLOCK_N, packed, n, c->head_dim_v,
                        acc + p * acc_floats, rescales ? alpha : 0);
@@ -212,9 +209,8 @@ template <class Engine> struct ForwardTask {
 template <class Worker> static void forward_work(void *context, int64_t index, char *scratch) {
   Forward *f = (Forward *)context;
   Worker t;
-  t.f = f, t.c = f->plan.call;
+  t.f = f, t.c = f->plan.call, t.task = f->plan.task(index);
   t.lay_out(scratch);
-  t.choose(index);
   if (!t.run()) __atomic_store_n(&f->plan.not_finite, 1, __ATOMIC_RELAXED);
 }
 
@@ -231,12 +227,12 @@ static void merge_work(void *context, int64_t index, char *) {
     float *acc = parts + 2;  // of the first split, which becomes the sum
     for (int64_t s = 0; s < f->plan.splits; s++) {
       const float *part = parts + s * width;
-      const float scale = part[0] > -INFINITY ? exp2f(part[0] - top) : 0.f;
+      const float scale = part[0] > -INFINITY ? exp2f((part[0] - top) * f->scoring.factor) : 0.f;
       sum += part[1] * scale;
       for (int64_t e = 0; e < c.head_dim_v; e++) acc[e] = (s ? acc[e] : 0.f) + part[2 + e] * scale;
     }
     const float factor = sum > 0 ? f->scoring.keep_factor / sum : 0.f;
-    c.lse[lse_index(c, c.lse_strides, 1, t, i, head)] = sum > 0 ? (top + log2f(sum)) * LN2 : -INFINITY;
+    c.lse[lse_index(c, c.lse_strides, 1, t, i, head)] = sum > 0 ? top * f->scoring.unit + logf(sum) : -INFINITY;
     char *out = query_row(c, c.out, c.out_strides, t, i, head);
     for (int64_t e = 0; e < c.head_dim_v; e += 8) {
       v8 x = {};
@@ -270,15 +266,15 @@ template <class Worker> static int forward(const Call &c, int64_t block_panels) 
   if (f.plan.splits > 1) {
     const int64_t tokens = c.cu_seqlens_q ? c.cu_seqlens_q[c.batch] : c.batch * c.seqlen_q;
     f.parts = (float *)malloc((size_t)(tokens * c.num_heads_q * f.plan.splits * (c.head_dim_v + 2)) * 4);
-    if (!f.parts) return STATUS_NO_MEMORY;
+    if (!f.parts) {
+      free(f.plan.first);
+      return STATUS_NO_MEMORY;
+    }
   }
-  // Heads that lie together are best read together, where that leaves enough tasks.
-  const int64_t per_head = c.batch * f.plan.splits;
-  f.heads_at_once = max64(1, min64(8, min64(c.num_heads_kv, per_head * c.num_heads_kv / (2 * max64(1, c.num_threads)))));
   const int64_t num_threads = threads_for(c, 2);
   Worker measure;
   measure.f = &f, measure.c = &c;
-  bool has_run = pool_run(c.num_threads, num_threads, Worker::num_tasks(f), (int64_t)measure.lay_out(0), forward_work<Worker>, &f);
+  bool has_run = pool_run(c.num_threads, num_threads, f.plan.num_tasks, (int64_t)measure.lay_out(0), forward_work<Worker>, &f);
   if (f.parts) has_run &= pool_run(c.num_threads, num_threads, f.plan.num_tasks / f.plan.splits, 0, merge_work, &f);
   free(f.parts);
   free(f.plan.first);

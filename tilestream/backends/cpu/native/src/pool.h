@@ -125,14 +125,30 @@ static void pool_signal_and_wait(int workers) {
   }
 }
 
+static pthread_key_t own_key;  // frees a thread's own arena when the thread ends
+static bool has_own_key;
+static void free_own(void *own) {
+  free(((Arena *)own)->memory);
+  *(Arena *)own = Arena();
+}
+static void make_own_key() { has_own_key = pthread_key_create(&own_key, free_own) == 0; }
+static Arena *own_arena() {
+  static __thread Arena own;  // kept per thread: small calls must not pay for fresh pages
+  if (!own.memory) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_own_key);
+    if (has_own_key) pthread_setspecific(own_key, &own);
+  }
+  return &own;
+}
+
 // Runs work(context, task, scratch) for every task in [0, num_tasks) on `num_threads` threads (of PyTorch's `team`, see
 // below) with `scratch_bytes` of memory each; a thread takes tasks in ascending order, so that a task may wait for what an
 // earlier task does. False: no memory, nothing ran.
 static bool pool_run(int64_t team, int64_t num_threads, int64_t num_tasks, int64_t scratch_bytes, Work work, void *context) {
   int threads = (int)min64(min64(num_threads, num_tasks), MAX_THREADS);
   if (threads <= 1 || pthread_mutex_trylock(&pool.owner) != 0) {
-    static __thread Arena own;  // kept per thread: small calls must not pay for fresh pages
-    char *scratch = own.reserve(scratch_bytes);
+    char *scratch = own_arena()->reserve(scratch_bytes);
     if (!scratch) return false;
     for (int64_t task = 0; task < num_tasks; task++) work(context, task, scratch);
     return true;

@@ -11,29 +11,34 @@ struct Panel {
   int64_t row_lo, i_lo, i_hi;        // first packed row; its queries are [i_lo, i_hi)
   alignas(64) int32_t i_offset[NQ];  // i - i_lo
   alignas(64) uint32_t head[NQ];
-  alignas(64) float slope[NQ];       // times log2(e)
+  alignas(64) float slope[NQ];
   int64_t i_of(int64_t lane) const { return i_lo + i_offset[lane]; }
 };
 
-// How raw dot products become scores in units of log2: score = raw * factor where that is all (`is_plain`).
+// How raw dot products become scores. A plain tile stays raw, in units of |scale|: differences are taken before anything is
+// multiplied, so that scores of any size lose no more than their own last place. Other tiles are made scores.
 struct Scoring {
-  float sign;    // what queries are packed with: the sign of the scale, so that a maximum stays one
-  float factor;  // |scale| * log2(e), or 1 where the scale is 0 (the queries then are)
+  float sign;       // what queries are packed with: the sign of the scale, so that a maximum stays one
+  float magnitude;  // |scale|
+  float unit;       // of a tile that is ready: |scale| where is_plain, else 1
+  float factor;     // unit * log2(e)
   bool is_plain, has_softcap, has_dropout;
-  float into_cap, out_of_cap;  // tanh(raw * into_cap) * out_of_cap
-  float keep_factor;             // 1 / (1 - dropout_p), or 1
+  float into_cap, cap;  // tanh(raw * into_cap) * cap
+  float keep_factor;    // 1 / (1 - dropout_p), or 1
 };
 
 static Scoring scoring_of(const Call &c) {
   Scoring s;
   const double magnitude = fabs(c.scale);
   s.sign = c.scale > 0 ? 1.f : c.scale < 0 ? -1.f : 0.f;
-  s.factor = c.scale == 0 ? 1.f : (float)(magnitude * 1.44269504088896340736);
+  s.magnitude = (float)magnitude;
   s.has_softcap = c.softcap > 0;
   s.has_dropout = c.keep_threshold < (INT64_C(1) << 32);
-  s.is_plain = !s.has_softcap && !c.bias && !c.alibi;
-  s.into_cap = s.has_softcap && c.scale != 0 ? (float)(magnitude / c.softcap) : 1.f;
-  s.out_of_cap = (float)(c.softcap * 1.44269504088896340736);
+  s.is_plain = !s.has_softcap && !c.bias && !c.alibi && magnitude > 1e-10;  // a sink is divided by the unit
+  s.unit = s.is_plain ? s.magnitude : 1.f;
+  s.factor = s.is_plain ? (float)(magnitude * 1.44269504088896340736) : LOG2E;
+  s.into_cap = s.has_softcap ? (float)(magnitude / c.softcap) : 1.f;
+  s.cap = (float)c.softcap;
   s.keep_factor = (float)(1.0 / (1.0 - c.dropout_p));
   return s;
 }
@@ -50,7 +55,7 @@ static void panel_of(const Call &c, const Task &t, int64_t group, int64_t row_lo
     p->i_offset[l] = (int32_t)(i - p->i_lo);
     p->head[l] = (uint32_t)head;
     p->query_rows[l] = query_row(c, c.query, c.query_strides, t, i, head);
-    if (c.alibi) p->slope[l] = c.alibi[t.sequence.batch * c.alibi_strides[0] + head * c.alibi_strides[1]] * LOG2E;
+    if (c.alibi) p->slope[l] = c.alibi[t.sequence.batch * c.alibi_strides[0] + head * c.alibi_strides[1]];
     if (c.bias)
       p->bias_rows[l] = c.bias + bias_size * (t.sequence.batch * c.bias_strides[0] + head * c.bias_strides[1] +
                                               i * c.bias_strides[2]);
@@ -58,19 +63,19 @@ static void panel_of(const Call &c, const Task &t, int64_t group, int64_t row_lo
   }
 }
 
-// dst[key][lane] = bias * log2(e)
+// dst[key][lane] = bias
 template <class E> static void load_bias(const Call &c, const Panel &p, int64_t k0, int64_t n, float *dst) {
   const int64_t stride = c.bias_strides[3];
   if (stride == 1) {
     const char *rows[NQ];
     for (int64_t l = 0; l < NQ; l++) rows[l] = p.bias_rows[l] + k0 * sizeof(E);
-    pack_transposed<E>(rows, p.n, NQ, n, dst, NQ, LOG2E);
+    pack_transposed<E>(rows, p.n, NQ, n, dst, NQ, 1.f);
     return;
   }
   for (int64_t l = 0; l < NQ; l++)
     for (int64_t key = 0; key < n; key++) {
       const E *source = (const E *)p.bias_rows[l] + (k0 + key) * stride;
-      dst[key * NQ + l] = l < p.n ? load8(source, 1)[0] * LOG2E : 0.f;
+      dst[key * NQ + l] = l < p.n ? load8(source, 1)[0] : 0.f;
     }
 }
 
@@ -97,9 +102,9 @@ static void score_tile(const Call &c, const Scoring &s, const Panel &p, const Se
       if (s.has_softcap) {
         x = tanh_of(x * splat(s.into_cap));
         if (tanh_tile) store(tanh_tile + key * NQ + j * VW, x);
-        x = x * splat(s.out_of_cap);
+        x = x * splat(s.cap);
       } else if (!s.is_plain) {
-        x = x * splat(s.factor);
+        x = x * splat(s.magnitude);
       }
       const int64_t distance = k0 + key - (p.i_lo + q.shift);  // of the panel's first query
       if (c.bias) x += load(bias + key * NQ + j * VW);
@@ -159,17 +164,17 @@ static void dropout_tile(const Call &c, float kept, const Panel &p, const Sequen
     }
 }
 
-// tile = 2^(tile * factor - subtrahend), and its sums over the keys are added to row_sum.
+// tile = 2^((tile - subtrahend) * factor), and its sums over the keys are added to row_sum.
 template <bool PRECISE>
 NOINLINE static void exponentials(float *tile, int64_t n, float factor, const float *subtrahend, float *row_sum) {
-  vf minus[NV], sum[NV];
+  vf minus[NV], sum[NV] = {};
   const vf f = splat(factor);
-  UNROLL for (int j = 0; j < NV; j++) { minus[j] = load(subtrahend + j * VW); sum[j] = load(row_sum + j * VW); }
+  UNROLL for (int j = 0; j < NV; j++) minus[j] = load(subtrahend + j * VW);
   for (int64_t key = 0; key < n; key++)
     UNROLL for (int j = 0; j < NV; j++) {
-      const vf p = exp2_of<PRECISE>(load(tile + key * NQ + j * VW) * f - minus[j]);
+      const vf p = exp2_of<PRECISE>((load(tile + key * NQ + j * VW) - minus[j]) * f);
       sum[j] += p;
       store(tile + key * NQ + j * VW, p);
     }
-  UNROLL for (int j = 0; j < NV; j++) store(row_sum + j * VW, sum[j]);
+  UNROLL for (int j = 0; j < NV; j++) store(row_sum + j * VW, load(row_sum + j * VW) + sum[j]);
 }

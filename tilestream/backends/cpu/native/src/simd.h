@@ -34,7 +34,6 @@ typedef uint16_t h8 __attribute__((vector_size(16)));
 typedef uint16_t h8_any __attribute__((vector_size(16), aligned(2)));
 
 static const float LOG2E = 1.44269504088896340736f;
-static const float LN2 = 0.69314718055994530942f;
 
 static AI vf load(const float *p) { return *(const vf_any *)p; }
 static AI void store(float *p, vf x) { *(vf_any *)p = x; }
