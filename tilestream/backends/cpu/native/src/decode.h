@@ -92,7 +92,7 @@ template <class E> struct DecodeTask {
   alignas(64) float alpha[NQ];
 
   char *lay_out(char *at) {
-    q_stride = round_up(c->head_dim, VW), acc_stride = round_up(c->head_dim_v, VW);
+    q_stride = round_up(c->head_dim, VW), acc_stride = round_up(c->head_dim_v, VW < 8 ? 8 : VW);
     take(&at, (int64_t)sizeof(Panel), &panel);
     take(&at, (int64_t)sizeof(Softmax), &state);
     take(&at, DECODE_ROWS * q_stride * 4, &q);
@@ -226,20 +226,16 @@ template <class E> struct DecodeTask {
     for (int64_t l = 0; l < rows; l++) {
       const int64_t i = panel->i_of(l), q_head = panel->head[l];
       const float *sum = acc + l * acc_stride;
-      float check = 0;
-      for (int64_t t = 0; t < c->head_dim_v; t++) check += sum[t] * 0.f;
-      is_finite &= finish_row(*f, task, i, q_head, state->row_max[l], state->row_sum[l]) & (check == 0.f);
-      if (f->parts) {
-        memcpy(part_of(*f, task, i, q_head) + 2, sum, (size_t)c->head_dim_v * 4);
-        continue;
-      }
       const float factor = state->row_sum[l] > 0 ? f->scoring.keep_factor / state->row_sum[l] : 0.f;
       E *out = (E *)query_row(*c, c->out, c->out_strides, task, i, q_head);
+      FiniteCheck check;
       for (int64_t t = 0; t < c->head_dim_v; t += 8) {
-        v8 x = {};
-        for (int64_t e = 0; e < min64(8, c->head_dim_v - t); e++) x[e] = sum[t + e] * factor;
-        store8(out + t, x, c->head_dim_v - t);
+        const v8 x = *(const v8_any *)(sum + t);
+        check.see(x);
+        if (!f->parts) store8(out + t, x * factor, c->head_dim_v - t);
       }
+      is_finite &= finish_row(*f, task, i, q_head, state->row_max[l], state->row_sum[l]) & check.is_finite();
+      if (f->parts) memcpy(part_of(*f, task, i, q_head) + 2, sum, (size_t)c->head_dim_v * 4);
     }
     return is_finite;
   }
