@@ -23,6 +23,10 @@ _MAX_UNSAMPLED_ROWS = 512
 # Twice the error of the same rows materialised at the input precision, plus the rounding of the result.
 _ERROR_FACTOR = 2.0
 _ROUNDING_ULPS = 4.0
+# A gradient is a sum over all queries or keys in float32 (float64 for float64), in another order than the oracle's: as in
+# the conformance test, units in the last place of its largest entry. The rounding of out and lse between forward and
+# backward, which materialised attention does not have, is of this size too.
+_SUMMATION_ULPS = 32.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ def compare(oracle: Oracle, provider: Provider) -> Gate:
         found["dq"] = torch.cat([found["dq"][:, rows] for rows in blocks], dim=1)
     reasons = {}
     for name, tensor in found.items():
-        error, allowed = _largest_error(tensor, exact[name]), _allowed(plain[name], exact[name], DTYPES[case.dtype])
+        error = _largest_error(tensor, exact[name])
+        allowed = _allowed(name, plain[name], exact[name], DTYPES[case.dtype])
         # Written so that a NaN is red.
         if not error <= allowed:
             reasons[name] = f"{name} is off by {error:.3g}, allowed {allowed:.3g}"
@@ -145,6 +150,8 @@ def _largest_error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.double()).abs().max()) if exact.numel() else 0.0
 
 
-def _allowed(plain: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+def _allowed(name: str, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
     largest = float(exact.abs().max()) if exact.numel() else 0.0
-    return _ERROR_FACTOR * _largest_error(plain, exact) + _ROUNDING_ULPS * torch.finfo(dtype).eps * largest
+    accumulation = torch.float64 if dtype == torch.float64 else torch.float32
+    in_sums = 0.0 if name == "out" else _SUMMATION_ULPS * torch.finfo(accumulation).eps * largest
+    return _ERROR_FACTOR * _largest_error(plain, exact) + _ROUNDING_ULPS * torch.finfo(dtype).eps * largest + in_sums

@@ -116,6 +116,9 @@ def _rows_in_place(x: Tensor) -> Tensor:
 def _readable(inputs: AttentionInputs) -> AttentionInputs:
     """The inputs as the kernels read them: contiguous last dimensions, slopes and sinks in float32, int32 offsets."""
     query, key, value, bias, alibi, sinks, seed, cu_seqlens_q, cu_seqlens_k = inputs
+    is_in_place = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    if is_in_place and alibi is None and sinks is None and cu_seqlens_q is None:
+        return inputs
     return AttentionInputs(
         _rows_in_place(query),
         _rows_in_place(key),

@@ -39,6 +39,11 @@ class BackwardTensors(NamedTuple):
 _NOTHING = BackwardTensors()
 
 
+# What a forward passes for them: most of its fields, which cost time one by one.
+_NO_ADDRESSES = (0,) * len(_NOTHING)
+_NO_STRIDES = (0,) * 12
+
+
 def dtype_number(dtype: torch.dtype) -> int:
     """How src/call.h numbers a dtype."""
     return _DTYPES[dtype]
@@ -57,12 +62,12 @@ def pack(
     return _LAYOUT.pack(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), _address(bias), _address(alibi), _address(sinks),
         _address(cu_seqlens_q), _address(cu_seqlens_k), out.data_ptr(), lse.data_ptr(),
-        *(_address(x) for x in backward),
+        *(_NO_ADDRESSES if backward is _NOTHING else map(_address, backward)),
         _DTYPES[query.dtype], 0 if bias is None else _DTYPES[bias.dtype], torch.get_num_threads(),
         problem.batch, problem.num_heads_q, problem.num_heads_kv, problem.seqlen_q, problem.seqlen_k,
         problem.head_dim, problem.head_dim_v,
         *_strides(query), *_strides(key), *_strides(value), *_strides(out),
-        *_strides(backward.dout), *_strides(backward.dq), *_strides(backward.dk), *_strides(backward.dv),
+        *(_NO_STRIDES if backward is _NOTHING else _backward_strides(backward)),
         *_broadcast_strides(bias), *_broadcast_strides(backward.dbias),
         *_slope_strides(alibi), *_head_strides(lse), *_dlse_strides(backward.dlse),
         _limit(band.left), _limit(band.right), problem.shift or 0, 0 if seed is None else int(seed),
@@ -85,6 +90,15 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
         return (0, 0, 0)
     strides = x.stride()
     return strides[:3] if len(strides) == 4 else (0, *strides[:2])
+
+
+def _backward_strides(backward: BackwardTensors) -> tuple[int, ...]:
+    return (
+        *_strides(backward.dout),
+        *_strides(backward.dq),
+        *_strides(backward.dk),
+        *_strides(backward.dv),
+    )
 
 
 def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
