@@ -319,11 +319,6 @@ static int64_t slots_for(const Call &c, int64_t units, int64_t row_blocks) {
   return max64(1, min64(units, 2 * max64(1, c.num_threads) / max64(1, row_blocks) + 2));
 }
 
-static struct {
-  pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;
-  Arena arena;  // kept: a fresh 30 MiB in every call took ten times as long to be mapped by 16 threads as the call itself
-} sums;
-
 template <class Engine> static int backward_with(Backward *b, Arena *arena) {
   const Call &c = *b->plan.call;
   const int64_t units = c.batch * c.num_heads_kv;
