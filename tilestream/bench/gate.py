@@ -23,9 +23,9 @@ _MAX_UNSAMPLED_ROWS = 512
 # Twice the error of the same rows materialised at the input precision, plus the rounding of the result.
 _ERROR_FACTOR = 2.0
 _ROUNDING_ULPS = 4.0
-# A gradient is a sum over all queries or keys in float32 (float64 for float64), in another order than the oracle's: as in
-# the conformance test, units in the last place of its largest entry. The rounding of out and lse between forward and
-# backward, which materialised attention does not have, is of this size too.
+# A gradient is a sum over all queries or keys in float32 (float64 for float64), in another order than the oracle's:
+# as in the conformance test, units in the last place of its largest entry. The rounding of out and lse between forward
+# and backward, which materialised attention does not have, is of this size too.
 _SUMMATION_ULPS = 32.0
 
 
