@@ -274,3 +274,11 @@ def test_an_error_leaves_no_trace(device: torch.device) -> None:
     with pytest.raises(ShapeError):
         tilestream.attention(query, query, query[:, :2], dropout_p=0.5)
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_right_call_does_not_let_a_wrong_one_pass() -> None:
+    x = torch.randn(1, 4, 1, 8)
+    tilestream.attention(x, x, x, causal=True, window=(1, 0))
+    for wrong in ({"window": (1.0, 0)}, {"window": (True, False)}, {"causal": 1}, {"dropout_p": torch.zeros(2)}):
+        with pytest.raises(tilestream.errors.DtypeError):
+            tilestream.attention(x, x, x, **{"causal": True, "window": (1, 0), **wrong})

@@ -172,14 +172,18 @@ def test_use_is_undone(lib: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(several) == "x86-64-v4"
 
 
-def test_a_library_that_cannot_be_used_is_passed_over(lib: Path, stubs: dict[str, bytes]) -> None:
+def test_a_library_that_cannot_be_used_is_passed_over(lib: Path, stubs: dict[str, bytes], tmp_path: Path) -> None:
     (lib / library_name("amx")).write_bytes(stubs["refused"])
     (lib / library_name("x86-64-v4")).write_bytes(b"not a library")
     some = loader(lib)
     assert chosen(some) == "x86-64-v3"
     assert some.runnable() == ("x86-64-v3",)
-    (lib / library_name("x86-64-v3")).write_bytes(stubs["empty"])
-    reason = loader(lib).reason() or ""
+    # In another folder: a loaded library that is written over ends the process.
+    others = tmp_path / "others"
+    others.mkdir()
+    for isa, content in (("amx", stubs["refused"]), ("x86-64-v4", b"not a library"), ("x86-64-v3", stubs["empty"])):
+        (others / library_name(isa)).write_bytes(content)
+    reason = loader(others).reason() or ""
     for part in ("amx is refused by the operating system", "x86-64-v4 cannot be loaded", "x86-64-v3 lacks a function"):
         assert part in reason
     assert "pip install --force-reinstall" in reason

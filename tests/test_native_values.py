@@ -11,9 +11,10 @@ import pytest
 import torch
 from cases import Case
 from inputs import LARGE, CaseInputs, make_inputs
-from targets import each_isa
+from targets import each_isa, needs_native
 from torch import Tensor
 
+import tilestream
 from tilestream.backends.cpu.native import library
 from tilestream.state import AttentionOutput
 
@@ -140,3 +141,32 @@ def test_rows_that_are_nearly_empty(change: str, dtype: torch.dtype, isa: str) -
     }
     changes[change]()
     _compare(inputs, isa)
+
+
+@needs_native
+def test_split_keys_whose_sum_overflows_are_computed_again() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, n, 1, 16, generator=generator) for n in (40, 2048, 2048))
+    value[:, :512] = 3e36
+    key[:, 600:] = query[:, :1] * 40
+    native, loop = (tilestream.attention(query, key, value, backend=name) for name in ("native", "cpu"))
+    assert torch.equal(native.isnan(), loop.isnan())
+
+
+@needs_native
+def test_a_large_sink_is_its_own_lse() -> None:
+    query, key, value = (torch.randn(1, 20, 1, 96, generator=torch.Generator().manual_seed(0)) for _ in range(3))
+    sinks = torch.tensor([1e6])
+    assert torch.equal(
+        tilestream.attention_with_lse(query, key, value, sinks=sinks, backend="native").lse, torch.full((1, 1, 20), 1e6)
+    )
+
+
+@needs_native
+def test_lazily_negated_tensors_are_read_with_their_sign() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 20, 2, 16, generator=generator) for _ in range(3))
+    bias = torch.randn(1, 1, 20, 20, dtype=torch.complex64, generator=generator).conj().imag
+    assert bias.is_neg()
+    lazy = tilestream.attention(torch._neg_view(query), key, value, bias=bias, backend="native")
+    assert torch.equal(lazy, tilestream.attention(-query, key, value, bias=bias.resolve_neg(), backend="native"))

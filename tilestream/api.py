@@ -280,20 +280,23 @@ def _signature(inputs: AttentionInputs, shift: int | None, options: _Options) ->
     except TypeError:  # a list somewhere: right or wrong, the checks will say
         return None
     # Types too, because 1 equals True and 0 equals 0.0, and the checks tell them apart.
+    window = options["window"]
+    limits = map(type, window) if isinstance(window, tuple) else ()
     return (
         *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
         *(query.device, key.device, value.device, torch.are_deterministic_algorithms_enabled()),
         *arguments,
         *map(type, arguments),
+        *limits,
     )
 
 
 def _dense(inputs: AttentionInputs, shift: int | None, options: _Options) -> AttentionOutput:
     signature = _signature(inputs, shift, options)
-    if signature is not None and options["dropout_p"] == 0 and (known := _KNOWN.get(signature)) is not None:
+    if signature is not None and (known := _KNOWN.get(signature)) is not None:
         return ops.apply(inputs, known)
     inputs, numbers = _checked(inputs, shift, options)
-    if signature is not None:
+    if signature is not None and numbers.dropout_p == 0:
         if len(_KNOWN) >= _MAX_KNOWN:
             _KNOWN.clear()
         _KNOWN[signature] = numbers

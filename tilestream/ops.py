@@ -120,7 +120,7 @@ def apply(inputs: AttentionInputs, numbers: Numbers) -> AttentionOutput:
 
 
 def _needs_no_operator(inputs: AttentionInputs) -> bool:
-    """Whether nobody is there to see an operator: plain CPU tensors, no gradient, transform, mode or profiler.
+    """Whether nobody is there to see an operator: plain CPU tensors, no gradient, transform, mode, trace or profiler.
 
     PyTorch's dispatch of an operator written in Python takes longer (30 us) than attention over a few tokens.
     """
@@ -128,13 +128,19 @@ def _needs_no_operator(inputs: AttentionInputs) -> bool:
         return False
     wants_gradients = torch.is_grad_enabled()
     for x in inputs:
-        if x is not None and (type(x) not in _PLAIN_TYPES or (wants_gradients and x.requires_grad)):
+        if x is None:
+            continue
+        if type(x) not in _PLAIN_TYPES or (wants_gradients and x.requires_grad):
+            return False
+        # What the dispatcher makes real first: a lazily negated tensor, and one that stands for zeros.
+        if x.is_neg() or x._is_zerotensor():
             return False
     return (
         forward_ad._current_level < 0
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._autograd._profiler_enabled()
+        and torch._C._get_tracing_state() is None
     )
 
 

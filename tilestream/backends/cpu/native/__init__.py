@@ -10,7 +10,7 @@ from torch import Tensor
 from tilestream.backends.cpu import varlen
 from tilestream.backends.cpu.native import library
 from tilestream.backends.cpu.native.call import LARGEST_SHIFT, BackwardTensors, dtype_number, pack
-from tilestream.problem import AttentionInputs, Gradients, Problem
+from tilestream.problem import AttentionInputs, Gradients, Problem, check_cu_seqlens_values
 from tilestream.state import AttentionOutput, finite_or_zero
 
 __all__ = ["BACKEND", "NativeBackend"]
@@ -45,6 +45,7 @@ class NativeBackend:
 
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
         """See `Backend.forward`."""
+        _check_offsets(problem, inputs)
         ready = _readable(inputs)
         query, value = ready.query, ready.value
         shape, lse_shape = (*query.shape[:-1], value.shape[-1]), (*query.shape[:-3], query.shape[-2], query.shape[-3])
@@ -67,6 +68,7 @@ class NativeBackend:
         needs_dsinks: bool,
     ) -> Gradients:
         """See `Backend.backward`."""
+        _check_offsets(problem, inputs)
         ready = _readable(inputs)
         # The kernel writes nothing for tokens outside sequences, and no dk and dv of sequences without queries.
         writes_all = problem.layout == "dense" and problem.seqlen_q > 0
@@ -107,6 +109,12 @@ def _run(function: Callable[[bytes], int], call: bytes) -> bool:
     if status == _NO_MEMORY:
         raise MemoryError("tilestream's CPU kernels could not allocate their scratch memory.")
     return status == _OK
+
+
+def _check_offsets(problem: Problem, inputs: AttentionInputs) -> None:
+    """Where the public functions could not read them (compiled calls), wrong offsets would be wrong addresses here."""
+    if inputs.is_varlen:
+        check_cu_seqlens_values(inputs, problem.seqlen_q, problem.seqlen_k)
 
 
 def _rows_in_place(x: Tensor) -> Tensor:

@@ -28,7 +28,10 @@ EXPORT int tilestream_backward(const Call *call) {
   WITH_DTYPE(call->dtype, status = backward<Best<E>::Engine>(*call));
   return status;
 }
-EXPORT void tilestream_join(void *parallel) { gomp_parallel = (GompParallel)parallel; }
+EXPORT void tilestream_join(void *parallel) {
+  pool_register();  // before any fork: GNU OpenMP would hang in the child
+  gomp_parallel = (GompParallel)parallel;
+}
 EXPORT int64_t tilestream_abi(void) { return (int64_t)sizeof(Call); }
 EXPORT int64_t tilestream_usable(void) {
 #if HAS_AMX

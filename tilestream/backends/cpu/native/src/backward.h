@@ -45,7 +45,7 @@ NOINLINE static bool gradients(float *p_tile, float *ds_tile, const float *keep,
   for (int64_t at = 0; at < n * NQ; at += NQ)
     UNROLL for (int j = 0; j < NV; j++) {
       const int64_t here = at + j * VW;
-      // Rounded before lse is taken off, as lse was: a row of one key gets 1, however large its score. (An FMA would not.)
+      // Rounded before lse is taken off, as lse was: a row of one key gets 1 (up to the order of sums), however large.
       vf score = load(p_tile + here) * u, dp = load(ds_tile + here);
       IN_REGISTER(score);
       const vf p = exp2_of<PRECISE>((score - minus[j]) * splat(LOG2E));

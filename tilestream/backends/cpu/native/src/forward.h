@@ -58,6 +58,13 @@ static void start_softmax(const Forward &f, const Task &t, const Panel &panel, S
     state->row_sum[l] = sink > -INFINITY ? 1.f : 0.f;
   }
 }
+// The sink itself where it is the maximum: dividing by the unit and multiplying again would cost its last place.
+static AI float lse_of(const Forward &f, int64_t head, float top, float sum) {
+  const Call &c = *f.plan.call;
+  if (!(sum > 0)) return -INFINITY;
+  const bool is_sink = c.sinks && top == c.sinks[head] / f.scoring.unit;
+  return (is_sink ? c.sinks[head] : top * f.scoring.unit) + logf(sum);
+}
 // Writes lse of a row, or its state where keys are split; false if the state is not finite.
 static AI bool finish_row(const Forward &f, const Task &t, int64_t i, int64_t head, float top, float sum) {
   const Call &c = *f.plan.call;
@@ -65,7 +72,7 @@ static AI bool finish_row(const Forward &f, const Task &t, int64_t i, int64_t he
     float *part = part_of(f, t, i, head);
     part[0] = top, part[1] = sum;
   } else {
-    c.lse[lse_index(c, c.lse_strides, 1, t, i, head)] = sum > 0 ? top * f.scoring.unit + logf(sum) : -INFINITY;
+    c.lse[lse_index(c, c.lse_strides, 1, t, i, head)] = lse_of(f, head, top, sum);
   }
   return sum - sum == 0.f && top < INFINITY;
 }
@@ -197,7 +204,10 @@ template <class Engine> struct ForwardTask {
         const int64_t i = panels[p].i_of(l), head = panels[p].head[l];
         is_finite &= finish_row(*f, task, i, head, states[p].row_max[l], sum);
         out[l] = query_row(*c, c->out, c->out_strides, task, i, head);
-        for (int64_t t = 0; f->parts && t < c->head_dim_v; t++) part_of(*f, task, i, head)[2 + t] = sums[t * NQ + l];
+        if (!f->parts) continue;
+        float *part = part_of(*f, task, i, head) + 2, poison = 0;
+        for (int64_t t = 0; t < c->head_dim_v; t++) poison += (part[t] = sums[t * NQ + l]) * 0.f;
+        is_finite &= poison == 0.f;
       }
       if (!f->parts)
         WITH_DTYPE(c->dtype, is_finite &= unpack_transposed<E>(sums, NQ, panels[p].n, NQ, c->head_dim_v, out, factor));
@@ -216,8 +226,9 @@ template <class Worker> static void forward_work(void *context, int64_t index, c
 
 // The splits of one block of rows become out and lse.
 static void merge_work(void *context, int64_t index, char *) {
-  const Forward *f = (const Forward *)context;
+  Forward *f = (Forward *)context;
   const Call &c = *f->plan.call;
+  FiniteCheck check;
   Task t = f->plan.task(index * f->plan.splits);
   t.split = 0;
   for (int64_t row = t.row_lo; row < t.row_hi; row++) {
@@ -232,14 +243,16 @@ static void merge_work(void *context, int64_t index, char *) {
       for (int64_t e = 0; e < c.head_dim_v; e++) acc[e] = (s ? acc[e] : 0.f) + part[2 + e] * scale;
     }
     const float factor = sum > 0 ? f->scoring.keep_factor / sum : 0.f;
-    c.lse[lse_index(c, c.lse_strides, 1, t, i, head)] = sum > 0 ? top * f->scoring.unit + logf(sum) : -INFINITY;
+    c.lse[lse_index(c, c.lse_strides, 1, t, i, head)] = lse_of(*f, head, top, sum);
     char *out = query_row(c, c.out, c.out_strides, t, i, head);
     for (int64_t e = 0; e < c.head_dim_v; e += 8) {
       v8 x = {};
       for (int64_t i = 0; i < 8 && e + i < c.head_dim_v; i++) x[i] = acc[e + i] * factor;
+      check.see(x);
       WITH_DTYPE(c.dtype, store8((E *)out + e, x, c.head_dim_v - e));
     }
   }
+  if (!check.is_finite()) __atomic_store_n(&f->plan.not_finite, 1, __ATOMIC_RELAXED);
 }
 
 // Threads that have a million operations or more each; waking one takes about as long.
