@@ -270,7 +270,7 @@ def _signature(inputs: AttentionInputs, shift: int | None, options: _Options) ->
     if torch.compiler.is_compiling() or any(x is not None for x in optional):
         return None
     for x in (query, key, value):
-        if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
+        if type(x) not in ops.PLAIN_TYPES or x.layout is not torch.strided:
             return None
     arguments = (shift, *options.values())
     if options["seed"] is not None or _has_autocast(query):
@@ -414,7 +414,7 @@ def _values_are_readable(tensor: Tensor | None) -> bool:
     """Whether reading the values is free: a plain CPU tensor, outside tracing."""
     return (
         tensor is not None
-        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and type(tensor) in ops.PLAIN_TYPES
         and tensor.device.type == "cpu"
         and not torch.compiler.is_compiling()
     )

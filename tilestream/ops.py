@@ -21,7 +21,10 @@ from tilestream.problem import AttentionInputs, Problem
 from tilestream.spec import AttentionSpec, Band
 from tilestream.state import AttentionOutput
 
-__all__ = ["Numbers", "apply"]
+__all__ = ["PLAIN_TYPES", "Numbers", "apply"]
+
+# Tensors without behaviour of their own: no fakes, no wrappers.
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, "
@@ -130,7 +133,7 @@ def _needs_no_operator(inputs: AttentionInputs) -> bool:
     for x in inputs:
         if x is None:
             continue
-        if type(x) not in _PLAIN_TYPES or (wants_gradients and x.requires_grad):
+        if type(x) not in PLAIN_TYPES or (wants_gradients and x.requires_grad):
             return False
         # What the dispatcher makes real first: a lazily negated tensor, and one that stands for zeros.
         if x.is_neg() or x._is_zerotensor():
@@ -142,9 +145,6 @@ def _needs_no_operator(inputs: AttentionInputs) -> bool:
         and not torch._C._autograd._profiler_enabled()
         and torch._C._get_tracing_state() is None
     )
-
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _call(name: str, *arguments: Any) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@ from tilestream.problem import Gradients
 from tilestream.state import AttentionOutput, exp_, finite_or_zero
 from tilestream.tiles import tile_row
 
-__all__ = ["backward"]
+__all__ = ["backward", "sink_gradient"]
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,20 @@ def _tile_gradients(score_tile: ScoreTile, rows: _Rows, keys: _Keys, dbias: Tens
 
 
 def _add_sink_gradient(call: DenseCall, chunk: Chunk, rows: _Rows, dsinks: Tensor) -> None:
-    """A sink is a key of value 0: its probability times (0 - delta), summed over all rows of its head."""
     assert call.sinks is not None
     num_rows = rows.m_end - rows.m_start
     by_head = (chunk.num_batch, chunk.num_heads_kv * chunk.group, num_rows)
-    p_sink = (call.sinks[chunk.heads].to(dsinks.dtype)[:, None] - rows.lse_m.view(by_head)).exp_()
-    dsinks[chunk.heads] -= (p_sink * rows.delta_m.view(by_head)).sum(dim=(0, 2))
+    sinks = call.sinks[chunk.heads].to(dsinks.dtype)
+    dsinks[chunk.heads] += sink_gradient(sinks, rows.lse_m.view(by_head), rows.delta_m.view(by_head))
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink is a key of value 0: its probability times (0 - delta), summed over all rows of its head.
+
+    `sinks` (heads,); `lse`, with 0 for rows without keys, and `delta` (..., heads, rows).
+    """
+    by_head = ((sinks[:, None] - lse).exp_() * delta).sum(dim=-1)
+    return -by_head.sum_to_size(sinks.shape)
 
 
 def _store_key_gradients(chunk: Chunk, keys: _Keys, dk: Tensor, dv: Tensor) -> None:

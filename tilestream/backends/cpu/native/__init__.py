@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilestream.backends.cpu import varlen
+from tilestream.backends.cpu.backward import sink_gradient
 from tilestream.backends.cpu.native import library
 from tilestream.backends.cpu.native.call import LARGEST_SHIFT, BackwardTensors, dtype_number, pack
 from tilestream.problem import AttentionInputs, Gradients, Problem, check_cu_seqlens_values
@@ -89,7 +90,7 @@ class NativeBackend:
         if tensors.dbias is not None and inputs.bias is not None:
             dbias = tensors.dbias.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
         if tensors.delta is not None and inputs.sinks is not None and ready.sinks is not None:
-            dsinks = _sink_gradient(ready.sinks, lse, tensors.delta).to(inputs.sinks.dtype)
+            dsinks = sink_gradient(ready.sinks, finite_or_zero(lse), tensors.delta).to(inputs.sinks.dtype)
         return Gradients(dq, dk, dv, dbias, dsinks)
 
 
@@ -161,13 +162,6 @@ def _bias_sums(problem: Problem, bias: Tensor) -> Tensor:
     if rows == 1 or keys == 1:
         batch, heads = problem.batch, problem.num_heads_q
     return torch.zeros(batch, heads, rows, keys, dtype=torch.float32)
-
-
-def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink is a key of value 0: its probability times (0 - delta), summed over all rows of its head."""
-    p_sink = (sinks[:, None] - finite_or_zero(lse)).exp()
-    by_row = (p_sink * delta).sum(dim=-1)
-    return -(by_row if by_row.dim() == 1 else by_row.sum(dim=0))
 
 
 BACKEND = NativeBackend()

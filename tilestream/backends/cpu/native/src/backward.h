@@ -250,25 +250,18 @@ template <class Engine> struct BackwardTask {
         const int64_t batch = task.sequence.batch, token = task.sequence.key_start + j;
         char *dk = c->dk + size * row_offset(c->dk_strides, batch, token, task.kv_head, is_packed);
         char *dv = c->dv + size * row_offset(c->dv_strides, batch, token, task.kv_head, is_packed);
-        store_row(dk_sum + j * Engine::sum_width(c->head_dim), c->head_dim, (float)c->scale, dk, &check);
-        store_row(dv_sum + j * Engine::sum_width(c->head_dim_v), c->head_dim_v, 1.f, dv, &check);
+        const float *dk_row = dk_sum + j * Engine::sum_width(c->head_dim);
+        const float *dv_row = dv_sum + j * Engine::sum_width(c->head_dim_v);
+        WITH_DTYPE(c->dtype, store_row<E>(dk_row, c->head_dim, (float)c->scale, dk, &check);
+                   store_row<E>(dv_row, c->head_dim_v, 1.f, dv, &check));
       }
     }
     return check.is_finite();
   }
-  void store_row(const float *sum, int64_t width, float factor, char *row, FiniteCheck *check) {
-    for (int64_t t = 0; t < width; t += 8) {  // sums are padded to vectors
-      const v8 x = *(const v8_any *)(sum + t) * factor;
-      check->see(x);
-      WITH_DTYPE(c->dtype, store8((E *)row + t, x, width - t));
-    }
-  }
   bool pack_keys(int64_t lo, int64_t n) {
     const char *keys_at[BACKWARD_N], *values_at[BACKWARD_N];
-    for (int64_t j = 0; j < n; j++) {
-      keys_at[j] = key_row(*c, c->key, c->key_strides, task, lo + j);
-      values_at[j] = key_row(*c, c->value, c->value_strides, task, lo + j);
-    }
+    key_rows(*c, c->key, c->key_strides, task, lo, n, keys_at);
+    key_rows(*c, c->value, c->value_strides, task, lo, n, values_at);
     bool is_finite = Engine::pack_rows(keys_at, n, BACKWARD_N, c->head_dim, rows_k);
     is_finite &= Engine::pack_rows(values_at, n, BACKWARD_N, c->head_dim_v, rows_v);
     Engine::pack_columns(keys_at, n, BACKWARD_N, c->head_dim, columns_k);
@@ -277,7 +270,7 @@ template <class Engine> struct BackwardTask {
   bool finish() {
     bool is_finite = true;
     alignas(64) float factor[NQ];
-    for (int64_t l = 0; l < NQ; l++) factor[l] = (float)fabs(c->scale) * (b->scoring.sign < 0 ? -1.f : 1.f);
+    for (int64_t l = 0; l < NQ; l++) factor[l] = (float)c->scale;
     for (int64_t p = 0; p < num_panels; p++) {
       char *rows[NQ];
       for (int64_t l = 0; l < panels[p].n; l++)

@@ -184,14 +184,11 @@ template <class E> struct Amx {
 
   static void scores(const char *rows, int64_t capacity, const char *lanes, int64_t n, int64_t width, float *tile,
                      float *row_max) {
-    for (int64_t m = 0; m < padded(n); m += 32) score_block(rows, capacity, lanes, m, width, tile);
-    if (row_max) raise_maxima(tile, n, row_max);
-  }
-  // keys [m, m + 32) of scores()
-  static AI void score_block(const char *rows, int64_t capacity, const char *lanes, int64_t m, int64_t width, float *tile) {
     const int64_t row_bytes = padded(width) * 2;
-    tile_block<TERMS, false, true>({rows + m * row_bytes, row_bytes, rows_bytes(capacity, width) / TERMS},
-                             {lanes, NQ * 4, row_bytes * NQ}, padded(width) / 32, tile + m * NQ, NQ * 4);
+    for (int64_t m = 0; m < padded(n); m += 32)
+      tile_block<TERMS, false, true>({rows + m * row_bytes, row_bytes, rows_bytes(capacity, width) / TERMS},
+                                     {lanes, NQ * 4, row_bytes * NQ}, padded(width) / 32, tile + m * NQ, NQ * 4);
+    if (row_max) raise_maxima(tile, n, row_max);
   }
   static void raise_maxima(const float *tile, int64_t n, float *row_max) {
     vf top0 = load(row_max), top1 = load(row_max + VW);
@@ -219,66 +216,37 @@ template <class E> struct Amx {
       }
     return dst;
   }
-  // As exponentials() and pack_weights(), without writing the float32 weights; a call does keys [lo, hi), lo even.
-  struct Exponentials {
-    const float *tile;
-    char *dst;
-    int64_t n;
-    vf factor, minus[NV], sum[NV];
-    void start(const float *tile_, int64_t n_, float factor_, const float *subtrahend, const float *row_sum, char *dst_) {
-      tile = tile_, n = n_, dst = dst_, factor = splat(factor_);
-      for (int j = 0; j < NV; j++) minus[j] = load(subtrahend + j * VW), sum[j] = load(row_sum + j * VW);
-    }
-    void finish(float *row_sum) const {
-      for (int j = 0; j < NV; j++) store(row_sum + j * VW, sum[j]);
-    }
-    NOINLINE void run(int64_t lo, int64_t hi) {
-      vf odd_sum[NV] = {}, even_sum[NV] = {};
-      const int64_t plane = padded(n) * NQ * 2, pairs_end = min64(hi, n) & ~INT64_C(1);
-      const vf f = factor, m0 = minus[0], m1 = minus[1];  // locals: stores might change members
+  // As exponentials() and pack_weights(), without writing the float32 weights.
+  NOINLINE static const char *pack_exponentials(const float *tile, int64_t n, float factor, const float *subtrahend,
+                                                float *row_sum, char *dst) {
+    const int64_t plane = padded(n) * NQ * 2;
+    const vf f = splat(factor), minus[NV] = {load(subtrahend), load(subtrahend + VW)};
+    vf sum[NV] = {load(row_sum), load(row_sum + VW)};
+    for (int64_t lo = 0; lo < padded(n); lo += 32) {  // a sum of sums of 32 is more exact than one long sum
+      vf even_sum[NV] = {}, odd_sum[NV] = {};
       const float *at = tile + lo * NQ;
       char *to = dst + lo / 2 * NQ * 4;
-      int64_t r = lo;
-      for (; r < pairs_end; r += 2, at += 2 * NQ, to += NQ * 4)
+      for (int64_t r = lo; r < lo + 32; r += 2, at += 2 * NQ, to += NQ * 4)
         UNROLL for (int j = 0; j < NV; j++) {
-          const vf even = exp2_of<false>((load(at + j * VW) - (j ? m1 : m0)) * f);
-          const vf odd = exp2_of<false>((load(at + NQ + j * VW) - (j ? m1 : m0)) * f);
-          even_sum[j] += even, odd_sum[j] += odd;
+          vf even = {}, odd = {};
+          if (r < n) even_sum[j] += even = exp2_of<false>((load(at + j * VW) - minus[j]) * f);
+          if (r + 1 < n) odd_sum[j] += odd = exp2_of<false>((load(at + NQ + j * VW) - minus[j]) * f);
           store_pairs(to + j * 64, plane, (__m512)even, (__m512)odd);
-        }
-      for (; r < hi; r += 2)
-        UNROLL for (int j = 0; j < NV; j++) {
-          vf even = {};
-          if (r < n) even_sum[j] += even = exp2_of<false>((load(tile + r * NQ + j * VW) - minus[j]) * factor);
-          store_pairs(dst + r / 2 * NQ * 4 + j * 64, plane, (__m512)even, _mm512_setzero_ps());
         }
       UNROLL for (int j = 0; j < NV; j++) sum[j] += even_sum[j] + odd_sum[j];
     }
-  };
-  static const char *pack_exponentials(float *tile, int64_t n, float factor, const float *subtrahend, float *row_sum,
-                                       char *dst) {
-    Exponentials e;
-    e.start(tile, n, factor, subtrahend, row_sum, dst);
-    for (int64_t r = 0; r < padded(n); r += 32) e.run(r, r + 32);
-    e.finish(row_sum);
+    UNROLL for (int j = 0; j < NV; j++) store(row_sum + j * VW, sum[j]);
     return dst;
   }
   static int64_t acc_rows(int64_t width) { return padded(width); }
   static void accumulate(const char *columns, int64_t capacity, const char *weights, int64_t n, int64_t width,
                          float *acc, const float *alpha) {
-    if (alpha) rescale(width, acc, alpha);
-    for (int64_t m = 0; m < padded(width); m += 32) accumulate_block(columns, capacity, weights, n, m, width, acc);
-  }
-  static void rescale(int64_t width, float *acc, const float *alpha) {
-    for (int64_t at = 0; at < padded(width) * NQ; at += NQ)
-      UNROLL for (int j = 0; j < NV; j++) store(acc + at + j * VW, load(acc + at + j * VW) * load(alpha + j * VW));
-  }
-  // columns [m, m + 32) of accumulate()
-  static AI void accumulate_block(const char *columns, int64_t capacity, const char *weights, int64_t n, int64_t m,
-                                  int64_t width, float *acc) {
     const int64_t stride = padded(capacity) * 2;
-    tile_block<TERMS, true, false>({columns + m * stride, stride, padded(width) * stride},
-                            {weights, NQ * 4, weights_bytes(n) / TERMS}, padded(n) / 32, acc + m * NQ, NQ * 4);
+    for (int64_t at = 0; alpha && at < padded(width) * NQ; at += NQ)
+      UNROLL for (int j = 0; j < NV; j++) store(acc + at + j * VW, load(acc + at + j * VW) * load(alpha + j * VW));
+    for (int64_t m = 0; m < padded(width); m += 32)
+      tile_block<TERMS, true, false>({columns + m * stride, stride, padded(width) * stride},
+                                     {weights, NQ * 4, weights_bytes(n) / TERMS}, padded(n) / 32, acc + m * NQ, NQ * 4);
   }
 
   // dst[plane][key][lanes of all panels]

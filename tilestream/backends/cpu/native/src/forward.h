@@ -176,10 +176,8 @@ template <class Engine> struct ForwardTask {
     for (int64_t k0 = span.lo - span.lo % BLOCK_N; k0 < span.hi; k0 += BLOCK_N) {
       const int64_t lo = max64(k0, span.lo / KEY_UNIT * KEY_UNIT), n = min64(k0 + BLOCK_N, span.hi) - lo;
       const char *keys_at[BLOCK_N], *values_at[BLOCK_N];
-      for (int64_t j = 0; j < n; j++) {
-        keys_at[j] = key_row(*c, c->key, c->key_strides, task, lo + j);
-        values_at[j] = key_row(*c, c->value, c->value_strides, task, lo + j);
-      }
+      key_rows(*c, c->key, c->key_strides, task, lo, n, keys_at);
+      key_rows(*c, c->value, c->value_strides, task, lo, n, values_at);
       Engine::pack_rows(keys_at, n, BLOCK_N, c->head_dim, rows);
       is_finite &= Engine::pack_columns(values_at, n, BLOCK_N, c->head_dim_v, columns);
       for (int64_t p = 0; p < num_panels; p++) {
@@ -245,12 +243,7 @@ static void merge_work(void *context, int64_t index, char *) {
     const float factor = sum > 0 ? f->scoring.keep_factor / sum : 0.f;
     c.lse[lse_index(c, c.lse_strides, 1, t, i, head)] = lse_of(*f, head, top, sum);
     char *out = query_row(c, c.out, c.out_strides, t, i, head);
-    for (int64_t e = 0; e < c.head_dim_v; e += 8) {
-      v8 x = {};
-      for (int64_t i = 0; i < 8 && e + i < c.head_dim_v; i++) x[i] = acc[e + i] * factor;
-      check.see(x);
-      WITH_DTYPE(c.dtype, store8((E *)out + e, x, c.head_dim_v - e));
-    }
+    WITH_DTYPE(c.dtype, store_row<E>(acc, c.head_dim_v, factor, out, &check));
   }
   if (!check.is_finite()) __atomic_store_n(&f->plan.not_finite, 1, __ATOMIC_RELAXED);
 }

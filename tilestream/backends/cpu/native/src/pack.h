@@ -14,6 +14,17 @@ struct FiniteCheck {
   }
 };
 
+// r[t] = factor * rows[0..8)[t] for eight columns from `at` on, of which `w` exist; rows from n on are 0.
+template <class E>
+static AI void load_square(const char *const *rows, int64_t n, int64_t at, int64_t w, float factor, v8 *r,
+                           FiniteCheck *check) {
+  UNROLL for (int i = 0; i < 8; i++) {
+    r[i] = i < n ? load8((const E *)rows[i] + at, w) * factor : (v8){};
+    check->see(r[i]);
+  }
+  transpose8(r);
+}
+
 // dst[t][lane] = factor * rows[lane][t] for `lanes` lanes (a multiple of 8) at distance `ldd`; rows from n on are 0.
 template <class E>
 static bool pack_transposed(const char *const *rows, int64_t n, int64_t lanes, int64_t width, float *dst, int64_t ldd,
@@ -23,11 +34,7 @@ static bool pack_transposed(const char *const *rows, int64_t n, int64_t lanes, i
     for (int64_t t = 0; t < width; t += 8) {
       const int64_t w = min64(8, width - t);
       v8 r[8];
-      UNROLL for (int i = 0; i < 8; i++) {
-        r[i] = l + i < n ? load8((const E *)rows[l + i] + t, w) * factor : (v8){};
-        check.see(r[i]);
-      }
-      transpose8(r);
+      load_square<E>(rows + l, n - l, t, w, factor, r, &check);
       if (w == 8) {
         UNROLL for (int i = 0; i < 8; i++) *(v8_any *)(dst + (t + i) * ldd + l) = r[i];
       } else {
@@ -45,11 +52,7 @@ static bool pack_row_panels(const char *const *rows, int64_t n, int64_t width, f
     for (int64_t t = 0; t < width; t += 8) {
       const int64_t w = min64(8, width - t);
       v8 r[8];
-      UNROLL for (int i = 0; i < 8; i++) {
-        r[i] = l + i < n ? load8((const E *)rows[l + i] + t, w) : (v8){};
-        check.see(r[i]);
-      }
-      transpose8(r);
+      load_square<E>(rows + l, n - l, t, w, 1.f, r, &check);
       for (int64_t i = 0; i < w; i++) {
         if (MR == 8) {
           *(v8_any *)(dst + l * width + (t + i) * 8) = r[i];
@@ -102,6 +105,16 @@ static bool unpack_transposed(const float *src, int64_t lds, int64_t n, int64_t 
       }
     }
   return check.is_finite();
+}
+
+// row[t] = sum[t] * factor
+template <class E>
+static void store_row(const float *sum, int64_t width, float factor, char *row, FiniteCheck *check) {
+  for (int64_t t = 0; t < width; t += 8) {
+    const v8 x = load8((const f32 *)sum + t, width - t) * factor;
+    check->see(x);
+    store8((E *)row + t, x, width - t);
+  }
 }
 
 template <class E> static float dot_rows(const char *a, const char *b, int64_t width) {

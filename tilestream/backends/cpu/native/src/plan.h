@@ -112,6 +112,12 @@ static AI const char *key_row(const Call &c, const char *base, const int64_t *st
   return base + size_of_dtype(c.dtype) * row_offset(strides, t.sequence.batch, t.sequence.key_start + j, t.kv_head,
                                                    c.cu_seqlens_k != 0);
 }
+// The rows of keys [j, j + n).
+static AI void key_rows(const Call &c, const char *base, const int64_t *strides, const Task &t, int64_t j, int64_t n,
+                        const char **rows) {
+  const char *row = key_row(c, base, strides, t, j);
+  for (int64_t i = 0; i < n; i++, row += size_of_dtype(c.dtype) * strides[1]) rows[i] = row;
+}
 static AI char *query_row(const Call &c, const char *base, const int64_t *strides, const Task &t, int64_t i, int64_t head) {
   return (char *)base + size_of_dtype(c.dtype) * row_offset(strides, t.sequence.batch, t.sequence.query_start + i, head,
                                                             c.cu_seqlens_q != 0);
