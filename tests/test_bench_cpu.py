@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from tilestream.bench import cpu_suite
+from tilestream.bench.bars import Verdict
 from tilestream.bench.cases import Case
-from tilestream.bench.cpu_bars import Verdict, bars_table, judge, markdown_report, ratio_tables, suite_lines
+from tilestream.bench.cpu_bars import bars_table, judge, markdown_report, ratio_tables, suite_lines
 from tilestream.bench.cpu_cells import HEADS, LENGTHS, MAX_SCORES, Cell, plan, thread_counts
-from tilestream.bench.cpu_suite import measure_cells, suite_settings, take_turns
+from tilestream.bench.cpu_suite import measure_cells, suite_settings
 from tilestream.bench.measure import Line, Settings
 from tilestream.bench.providers import Provider, provider_named
 from tilestream.bench.report import read_lines, write_lines
+from tilestream.bench.turns import take_turns
 from tilestream.cli import main
 from tilestream.errors import ArgumentError
 
@@ -44,7 +46,7 @@ def full_lines(change: Callable[[Cell], dict[str, object]] = lambda cell: {}) ->
     return [line_of(cell, **change(cell)) for cell in plan((1, 2))]
 
 
-def verdicts(lines: list[Line], name: str) -> list[Verdict]:
+def verdicts(lines: list[Line], name: str) -> list[Verdict[Cell]]:
     found = [verdict for verdict in judge(lines) if name in verdict.bar.name]
     assert found
     return found
@@ -150,6 +152,13 @@ def test_means_are_geometric() -> None:
 def test_other_bars_can_be_missed(name: str, part: str, change: dict[str, object]) -> None:
     lines = full_lines(lambda cell: change if cell.part == part else {})
     assert {verdict.met for verdict in verdicts(lines, name)} == {"no"}
+
+
+def test_a_cell_without_an_honest_number_is_the_worst() -> None:
+    lines = full_lines()
+    next(line for line in lines[5:] if line["part"] == "ratio" and line["num_threads"] == 2)["ratio_p50"] = math.nan
+    one, all_threads = verdicts(lines, "each cell")
+    assert (one.met, all_threads.met) == ("yes", "no")
 
 
 def test_missing_cells_never_meet_a_bar() -> None:
@@ -322,7 +331,7 @@ def test_the_command_lists_its_cells(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "complaint"),
     {
-        "bench gpu": "invalid choice: 'gpu'",
+        "bench tpu": "invalid choice: 'tpu'",
         "bench cpu --cases full_1k": "--cases does not go with the suite 'cpu'",
         "bench --quick": "--quick needs a suite: tilestream bench cpu",
         "bench cpu --provider nope": "provider 'nope' does not exist; choose from",

@@ -25,7 +25,11 @@ __all__ = [
 ]
 
 # In order of preference; each names a module with a `BACKEND` object, imported when it is first asked.
-_MODULES = {"native": "tilestream.backends.cpu.native", "cpu": "tilestream.backends.cpu"}
+_MODULES = {
+    "triton": "tilestream.backends.triton",
+    "native": "tilestream.backends.cpu.native",
+    "cpu": "tilestream.backends.cpu",
+}
 BACKENDS = tuple(_MODULES)
 
 

@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md and docs/cpu-performance.md.
+"""Write the generated parts of README.md, docs/cpu-performance.md and docs/gpu-performance.md.
 
     python tools/readme.py                      write them again
     python tools/readme.py --check              exit 1 if they are out of date
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from tilestream import dispatch, teaching
-from tilestream.bench.cpu_bars import markdown_report
+from tilestream.bench import cpu_bars, gpu_bars
 from tilestream.bench.report import Table, format_bytes, markdown_table, measurement_table, read_lines
 from tilestream.problem import SUPPORTED_DTYPES, Problem
 from tilestream.spec import AttentionSpec, Band
@@ -32,8 +32,10 @@ from tilestream.spec import AttentionSpec, Band
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 CPU_PERFORMANCE = ROOT / "docs" / "cpu-performance.md"
+GPU_PERFORMANCE = ROOT / "docs" / "gpu-performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 CPU_SUITE = RESULTS / "cpu-suite.jsonl"
+GPU_SUITE = RESULTS / "gpu-suite.jsonl"
 PICTURE = ROOT / "docs" / "images" / "demo.png"
 DEMO_FILES = {
     "attention.jsonl": RESULTS / "demo-attention.jsonl",
@@ -130,7 +132,14 @@ def cpu_performance() -> str:
     """The bars of the CPU kernels, and their speed at every length."""
     if not CPU_SUITE.exists():
         return "No results are committed yet; `tilestream bench cpu` prints them for your machine."
-    return markdown_report(read_lines(CPU_SUITE))
+    return cpu_bars.markdown_report(cpu_bars.suite_lines(read_lines(CPU_SUITE)))
+
+
+def gpu_performance() -> str:
+    """The bars of the GPU kernels, and what every contestant did."""
+    if not GPU_SUITE.exists():
+        return "No results are committed yet; `tilestream bench gpu` prints them for your machine."
+    return gpu_bars.markdown_report(gpu_bars.suite_lines(read_lines(GPU_SUITE)))
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -139,7 +148,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "support": support,
     "teaching": teaching_forward,
 }
-PAGES = {README: PARTS, CPU_PERFORMANCE: {"cpu-performance": cpu_performance}}
+PAGES = {
+    README: PARTS,
+    CPU_PERFORMANCE: {"cpu-performance": cpu_performance},
+    GPU_PERFORMANCE: {"gpu-performance": gpu_performance},
+}
 
 
 def regenerate(text: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from tilestream.errors import ArgumentError
 from tilestream.problem import SUPPORTED_DTYPES, AttentionInputs, Problem
 from tilestream.spec import AttentionSpec, Band, default_scale
 
-__all__ = ["CASES", "DTYPES", "Case", "case_named", "growing_lengths"]
+__all__ = ["CASES", "DTYPES", "Case", "case_named", "growing_lengths", "normal_numbers", "square_case"]
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SUPPORTED_DTYPES}
 
@@ -80,12 +80,9 @@ class Case:
             spec=self.spec,
         )
 
-    def make_inputs(self, device: torch.device, seed: int = 0) -> AttentionInputs:
-        """Standard normal inputs; the same numbers on every device."""
-        generator = torch.Generator().manual_seed(seed)
-
-        def randn(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(device=device, dtype=DTYPES[self.dtype])
+    def make_inputs(self, device: torch.device, seed: int = 0, drawn_on: torch.device | None = None) -> AttentionInputs:
+        """Standard normal inputs; the same numbers on every device, unless `drawn_on` names who draws them."""
+        randn = normal_numbers(device, DTYPES[self.dtype], seed, drawn_on)
 
         return AttentionInputs(
             query=randn(self.batch, self.seqlen_q, self.num_heads_q, self.head_dim),
@@ -96,6 +93,34 @@ class Case:
             sinks=randn(self.num_heads_q) if self.has_sinks else None,
             seed=torch.tensor([seed], dtype=torch.int64, device=device) if self.dropout_p > 0 else None,
         )
+
+
+def normal_numbers(
+    device: torch.device, dtype: torch.dtype, seed: int, drawn_on: torch.device | None = None
+) -> Callable[..., torch.Tensor]:
+    """What makes standard normal tensors of a shape, one after the other, as `Case.make_inputs`."""
+    generator = torch.Generator(drawn_on or "cpu").manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=generator.device).to(device=device, dtype=dtype)
+
+    return randn
+
+
+def square_case(tokens: int, dtype: str, head_dim: int, causal: bool, batch: int = 1, num_heads: int = 1) -> Case:
+    """As many keys as queries, and a name that says all of it."""
+    return Case(
+        f"{'causal' if causal else 'full'}_{tokens}_d{head_dim}_h{batch}x{num_heads}_{dtype}",
+        batch=batch,
+        seqlen_q=tokens,
+        seqlen_k=tokens,
+        num_heads_q=num_heads,
+        num_heads_kv=num_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+        causal=causal,
+    )
 
 
 def growing_lengths(lengths: Sequence[int], **fields: Any) -> list[Case]:

@@ -1,22 +1,17 @@
-"""The bars that the CPU kernels must clear, judged from the lines of ``tilestream bench cpu`` alone, and their tables.
-
-A bar is met only by a full set of its cells: from part of them it can be missed, never met.
-"""
+"""The bars that the CPU kernels must clear, judged from the lines of ``tilestream bench cpu``, and their tables."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-from tilestream.bench.cpu_cells import DTYPES, HEAD_DIMS, HEADS, LENGTHS, MAX_SCORES, Cell, Key, plan
+from tilestream.bench import bars
+from tilestream.bench.bars import MISSING, Bar, Verdict, distinct, number
+from tilestream.bench.cpu_cells import DTYPES, HEAD_DIMS, HEADS, LENGTHS, MAX_SCORES, Cell, plan
 from tilestream.bench.measure import Line
 from tilestream.bench.report import Table, format_threads, markdown_table
-from tilestream.errors import ArgumentError
 
-__all__ = ["Bar", "Verdict", "bars_table", "judge", "machine_text", "markdown_report", "ratio_tables", "suite_lines"]
+__all__ = ["bars_table", "judge", "machine_text", "markdown_report", "ratio_tables", "suite_lines"]
 
 # Geometric means over a direction and a dtype, against PyTorch's attention.
 _MEANS = (
@@ -34,94 +29,22 @@ _READ_SHARE = 0.85
 _CALL_US = 25.0
 _MEMORY_RATIO = 1.5
 
-_MISSING = "-"
 _TABLE_HEADS = 8
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A number over the cells that it selects, and the limit that it must keep."""
-
-    name: str
-    limit: float
-    selects: Callable[[Cell], bool]
-    # The number of one line, or None where the line has none.
-    value: Callable[[Line], float | None]
-    combine: Literal["each", "geomean"] = "each"
-    is_at_least: bool = True
-    unit: str = "x"
-
-    def clears(self, value: float) -> bool:
-        """Written so that a NaN does not."""
-        return value >= self.limit if self.is_at_least else value <= self.limit
-
-    def show(self, value: float) -> str:
-        """`value` with its unit."""
-        return f"{value:.1%}" if self.unit == "%" else f"{value:.3g}{'' if self.unit == 'x' else ' '}{self.unit}"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the lines say about a bar; `is_met` is None where they do not suffice."""
-
-    bar: Bar
-    value: float | None
-    is_met: bool | None
-    num_measured: int
-    num_cells: int
-    worst: str | None
-
-    @property
-    def met(self) -> str:
-        """The verdict in words."""
-        if self.is_met is not None:
-            return "yes" if self.is_met else "no"
-        if self.num_measured == 0:
-            return "not measured"
-        return f"not measured in full: {self.num_measured} of {self.num_cells} cells"
-
-
 def suite_lines(lines: Iterable[Line]) -> list[Line]:
-    """Those of the lines that ``tilestream bench cpu`` wrote.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    found = [line for line in lines if line.get("suite") == "cpu"]
-    if not found:
-        raise ArgumentError("--from names a file without lines of `tilestream bench cpu`; write one with --output.")
-    return found
+    """Those of the lines that ``tilestream bench cpu`` wrote; ArgumentError where there is none."""
+    return bars.suite_lines(lines, "cpu")
 
 
-def judge(lines: Sequence[Line]) -> list[Verdict]:
+def judge(lines: Sequence[Line]) -> list[Verdict[Cell]]:
     """Every bar's verdict, for one thread and for all threads of the machine that wrote `lines`."""
     threads = tuple(dict.fromkeys((1, lines[0]["all_threads"])))
-    expected = plan(threads)
-    by_key = {Cell.of_line(line).key: line for line in lines}
-    return [_verdict(bar, expected, by_key) for bar in _bars(threads)]
+    return bars.judge(_bars(threads), plan(threads), {Cell.of_line(line).key: line for line in lines})
 
 
-def _verdict(bar: Bar, expected: Sequence[Cell], by_key: Mapping[Key, Line]) -> Verdict:
-    cells = [cell for cell in expected if bar.selects(cell)]
-    known = [(cell, by_key[cell.key]) for cell in cells if cell.key in by_key]
-    wrong = [cell for cell, line in known if line["is_wrong"]]
-    values = [(value, cell) for cell, line in known if (value := bar.value(line)) is not None]
-    if wrong:
-        return Verdict(bar, None, False, len(values), len(cells), f"{wrong[0]}: wrong result")
-    if not values:
-        return Verdict(bar, None, None, 0, len(cells), None)
-    worst, where = (min if bar.is_at_least else max)(values, key=lambda pair: pair[0])
-    value = math.exp(sum(math.log(each) for each, _ in values) / len(values)) if bar.combine == "geomean" else worst
-    is_full = len(values) == len(cells)
-    is_met: bool | None = bar.clears(value)
-    # One cell is enough to miss a bar that holds for each; nothing is enough but all to meet one.
-    if not is_full and (is_met or bar.combine == "geomean"):
-        is_met = None
-    return Verdict(bar, value, is_met, len(values), len(cells), f"{where}: {bar.show(worst)}")
-
-
-def _bars(threads: Sequence[int]) -> list[Bar]:
-    bars = [
+def _bars(threads: Sequence[int]) -> list[Bar[Cell]]:
+    found = [
         Bar(
             f"speed against PyTorch, each cell, {format_threads(count)}", 1.0, _pick("ratio", num_threads=count), _ratio
         )
@@ -131,11 +54,11 @@ def _bars(threads: Sequence[int]) -> list[Bar]:
         for count in threads:
             name = f"speed against PyTorch, geometric mean, {dtype} {mode}, {format_threads(count)}"
             selects = _pick("ratio", dtype=dtype, mode=mode, num_threads=count)
-            bars.append(Bar(name, limit, selects, _ratio, combine="geomean"))
+            found.append(Bar(name, limit, selects, _ratio, combine="geomean"))
     for mode in ("forward", "backward"):
         name = f"share of a core's FMA peak, float32 {mode}, 2048 tokens and more, 1 thread"
-        bars.append(Bar(name, _PEAK_SHARE, _pick("ratio", mode=mode, uses_fma_peak=True), _fma_share, unit="%"))
-    return bars + _other_bars()
+        found.append(Bar(name, _PEAK_SHARE, _pick("ratio", mode=mode, uses_fma_peak=True), _fma_share, unit="%"))
+    return found + _other_bars()
 
 
 def _pick(part: str, **wanted: object) -> Callable[[Cell], bool]:
@@ -149,25 +72,25 @@ def _pick(part: str, **wanted: object) -> Callable[[Cell], bool]:
     return selects
 
 
-def _other_bars() -> list[Bar]:
+def _other_bars() -> list[Bar[Cell]]:
     causal, window = _pick("mask", has_window=False), _pick("mask", has_window=True)
     decode, memory = "decode, 1 query over 16k keys", "extra memory, forward and backward, 32k tokens"
     in_proportion = "time of a window of 512 in 8192 tokens, of causal's for as many visible pairs"
     return [
-        Bar("time of causal, of full's, 4096 tokens", _CAUSAL_SHARE, causal, _ratio, is_at_least=False),
-        Bar(in_proportion, _WINDOW_EXCESS, window, _window_excess, is_at_least=False),
+        Bar("time of causal, of full's, 4096 tokens", _CAUSAL_SHARE, causal, _ratio, wanted="at most"),
+        Bar(in_proportion, _WINDOW_EXCESS, window, _window_excess, wanted="at most"),
         Bar(f"{decode}, share of the measured read bandwidth", _READ_SHARE, _pick("decode"), _ratio, unit="%"),
-        Bar("one call, 4 heads, 16 tokens", _CALL_US, _pick("call"), _microseconds, is_at_least=False, unit="us"),
-        Bar(f"{memory}, of inputs and gradients", _MEMORY_RATIO, _pick("memory"), _ratio, is_at_least=False),
+        Bar("one call, 4 heads, 16 tokens", _CALL_US, _pick("call"), _microseconds, wanted="at most", unit="us"),
+        Bar(f"{memory}, of inputs and gradients", _MEMORY_RATIO, _pick("memory"), _ratio, wanted="at most"),
     ]
 
 
 def _ratio(line: Line) -> float | None:
-    return _number(line, "ratio_p50")
+    return number(line, "ratio_p50")
 
 
 def _fma_share(line: Line) -> float | None:
-    return _number(line, "fma_share")
+    return number(line, "fma_share")
 
 
 def _window_excess(line: Line) -> float | None:
@@ -176,24 +99,13 @@ def _window_excess(line: Line) -> float | None:
 
 
 def _microseconds(line: Line) -> float | None:
-    milliseconds = _number(line, "ms_p50")
+    milliseconds = number(line, "ms_p50")
     return None if milliseconds is None else milliseconds * 1e3
-
-
-def _number(line: Line, name: str) -> float | None:
-    value = line.get(name)
-    return None if value is None else float(value)
 
 
 def bars_table(lines: Sequence[Line]) -> Table:
     """One row per bar: what is wanted, what was measured, whether that is met, and the worst cell."""
-    rows: list[tuple[str, ...]] = []
-    for verdict in judge(lines):
-        bar = verdict.bar
-        wanted = f"{'at least' if bar.is_at_least else 'at most'} {bar.show(bar.limit)}"
-        measured = _MISSING if verdict.value is None else bar.show(verdict.value)
-        rows.append((bar.name, wanted, measured, verdict.met, verdict.worst or _MISSING))
-    return Table(("bar", "wanted", "measured", "met", "worst cell"), rows)
+    return bars.bars_table(judge(lines))
 
 
 def ratio_tables(lines: Sequence[Line]) -> list[tuple[str, Table]]:
@@ -230,7 +142,7 @@ def _length_table(
                 for head_dim in HEAD_DIMS:
                     keys = [(num_threads, tokens, dtype, mode, causal, head_dim) for tokens in LENGTHS]
                     found = [pick(speeds.get(key, {})) for key in keys]
-                    cells = (_MISSING if value is None else f"{value:.2f}" for value in found)
+                    cells = (MISSING if value is None else f"{value:.2f}" for value in found)
                     rows.append((f"{dtype} {mode}, {'causal' if causal else 'full'}, head_dim {head_dim}", *cells))
     return Table(("", *(str(tokens) for tokens in LENGTHS)), rows)
 
@@ -238,14 +150,12 @@ def _length_table(
 def machine_text(lines: Sequence[Line]) -> str:
     """Where, when and with what the lines were measured."""
 
-    def each(name: str) -> str:
-        return ", ".join(dict.fromkeys(str(line[name]) for line in lines))
-
     loads = [line["load_average"] for line in lines if line["load_average"] is not None]
     load = f", load average {min(loads):.1f} to {max(loads):.1f}" if loads else ""
     return (
-        f"{each('device')}, {format_threads(lines[0]['all_threads'])}, instruction set {each('isa')},"
-        f" torch {each('torch')}, commit {each('commit')}, {lines[0]['date']}{load}; {each('provider')}"
+        f"{distinct(lines, 'device')}, {format_threads(lines[0]['all_threads'])},"
+        f" instruction set {distinct(lines, 'isa')}, torch {distinct(lines, 'torch')},"
+        f" commit {distinct(lines, 'commit')}, {lines[0]['date']}{load}; {distinct(lines, 'provider')}"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tilestream.bench.cases import Case
+from tilestream.bench.cases import Case, square_case
 from tilestream.bench.measure import Line
 from tilestream.bench.report import format_threads
 from tilestream.bench.runs import Mode
@@ -132,7 +132,7 @@ def _ratios(quick: bool) -> list[_Entry]:
         dtypes, head_dims, heads, (False, True), lengths
     ):
         if batch * num_heads * tokens**2 <= MAX_SCORES:
-            case = _square(tokens, dtype, head_dim, causal, batch=batch, num_heads=num_heads)
+            case = square_case(tokens, dtype, head_dim, causal, batch=batch, num_heads=num_heads)
             entries.append(("ratio", case, _DIRECTIONS, None))
     return entries
 
@@ -142,10 +142,10 @@ def _masks(quick: bool) -> list[_Entry]:
     entries: list[_Entry] = []
     dtypes, head_dims = (DTYPES[:1], HEAD_DIMS[:1]) if quick else (DTYPES[:2], HEAD_DIMS)
     for dtype, head_dim in itertools.product(dtypes, head_dims):
-        full, causal = (_square(_MASK_TOKENS, dtype, head_dim, is_causal) for is_causal in (False, True))
+        full, causal = (square_case(_MASK_TOKENS, dtype, head_dim, is_causal) for is_causal in (False, True))
         entries.append(("mask", causal, _DIRECTIONS, full))
     for dtype in dtypes:
-        causal = _square(_WINDOW_TOKENS, dtype, HEAD_DIMS[0], causal=True)
+        causal = square_case(_WINDOW_TOKENS, dtype, HEAD_DIMS[0], causal=True)
         window = replace(causal, name=f"{causal.name}_window{_WINDOW_KEYS}", window=(_WINDOW_KEYS - 1, 0))
         entries.append(("mask", window, _DIRECTIONS, causal))
     return entries
@@ -155,25 +155,10 @@ def _others(quick: bool) -> list[_Entry]:
     entries: list[_Entry] = []
     for dtype, num_heads_kv in itertools.product(DTYPES[:1] if quick else DTYPES[:2], (2,) if quick else (2, 8)):
         entries.append(("decode", _decode(dtype, num_heads_kv), ("forward",), None))
-    entries.append(("call", _square(16, "float32", 64, causal=True, num_heads=4), ("forward",), None))
+    entries.append(("call", square_case(16, "float32", 64, causal=True, num_heads=4), ("forward",), None))
     for dtype in DTYPES[:1] if quick else DTYPES[:2]:
-        entries.append(("memory", _square(_MEMORY_TOKENS, dtype, 64, causal=True), ("both",), None))
+        entries.append(("memory", square_case(_MEMORY_TOKENS, dtype, 64, causal=True), ("both",), None))
     return entries
-
-
-def _square(tokens: int, dtype: str, head_dim: int, causal: bool, batch: int = 1, num_heads: int = 1) -> Case:
-    return Case(
-        f"{'causal' if causal else 'full'}_{tokens}_d{head_dim}_h{batch}x{num_heads}_{dtype}",
-        batch=batch,
-        seqlen_q=tokens,
-        seqlen_k=tokens,
-        num_heads_q=num_heads,
-        num_heads_kv=num_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=dtype,
-        causal=causal,
-    )
 
 
 def _decode(dtype: str, num_heads_kv: int, head_dim: int = 128) -> Case:

@@ -1,15 +1,14 @@
 """The measuring of ``tilestream bench cpu``: what is compared takes turns in one process, and ratios are per turn.
 
-The turns go A B, B A, A B; a cell's number is the median of their ratios, so that a slow moment of the machine, which
-falls on both, cancels. Each result passes the correctness gate first, with the thread count of the cell; that call is
-the warm-up too. PyTorch's own attention is checked as well, but a miss of our bound is written beside the number, not
-instead of it: it misses by a few percent in some cells, and is what one would use all the same.
+A cell's number is the median of the ratios of its turns. Each result passes the correctness gate first, with the
+thread count of the cell; that call is the warm-up too. PyTorch's own attention is checked as well, but a miss of our
+bound is written beside the number, not instead of it: it misses by a few percent in some cells, and is what one would
+use all the same.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -24,9 +23,10 @@ from tilestream.bench.memory import Memory, MemoryProbe
 from tilestream.bench.peaks import Peaks, load_peaks
 from tilestream.bench.providers import Provider, provider_named
 from tilestream.bench.runs import make_run
+from tilestream.bench.turns import Take, Turns, median, slow_reason, take_turns
 from tilestream.problem import AttentionInputs
 
-__all__ = ["PEER", "PROVIDER", "SECONDS", "measure_cells", "suite_settings", "take_turns"]
+__all__ = ["PEER", "PROVIDER", "SECONDS", "measure_cells", "suite_settings"]
 
 PROVIDER = "tilestream/native"
 PEER = "sdpa"
@@ -34,10 +34,6 @@ SECONDS = 0.2
 # Twenty passes, of which the best counts.
 _FMA_SECONDS = 0.02
 _CPU = torch.device("cpu")
-
-# One sample: milliseconds, or whatever ours is compared with.
-Take = Callable[[], float]
-Turns = list[tuple[float, ...]]
 
 
 def suite_settings(seconds: float = SECONDS) -> Settings:
@@ -71,23 +67,6 @@ def measure_cells(
                     yield _measure_cell(stage, cell) | {"all_threads": all_threads}
     finally:
         torch.set_num_threads(all_threads)
-
-
-def take_turns(takes: Sequence[Take], settings: Settings) -> Turns:
-    """Samples of all `takes`, turn by turn, every other turn in reverse order; none where it would take too long."""
-    turns: Turns = []
-    began = time.perf_counter()
-    while True:
-        values = [0.0] * len(takes)
-        order = range(len(takes))
-        for index in order if len(turns) % 2 == 0 else reversed(order):
-            values[index] = takes[index]()
-        turns.append(tuple(values))
-        spent_s = time.perf_counter() - began
-        if len(turns) == 1 and spent_s * settings.min_samples > settings.patience * settings.budget_s:
-            return []
-        if len(turns) >= settings.max_samples or (len(turns) >= settings.min_samples and spent_s >= settings.budget_s):
-            return turns
 
 
 @dataclass(frozen=True)
@@ -148,8 +127,7 @@ class _Stage:
         settings = self.bench.settings
         turns = take_turns(takes, settings)
         if not turns:
-            limit_s = settings.patience * settings.budget_s
-            return _Found(reason=f"{settings.min_samples} turns would take more than {limit_s:.3g} s")
+            return _Found(reason=slow_reason(settings))
         return _Found(turns, [ratio(turn[0], turn[1]) for turn in turns], peer, peer_unit)
 
 
@@ -171,7 +149,7 @@ def _measure_cell(stage: _Stage, cell: Cell) -> Line:
         **line,
         "peer": found.peer,
         "peer_unit": found.peer_unit,
-        "peer_p50": _median(turn[1] for turn in found.turns) if found.turns else None,
+        "peer_p50": median(turn[1] for turn in found.turns) if found.turns else None,
         "ratio_p50": ratio_p50,
         "ratio_p20": ratio_p20,
         "ratio_p80": ratio_p80,
@@ -197,8 +175,8 @@ def _against_peer(stage: _Stage, cell: Cell) -> _Found:
     found.details["peer_reason"] = peer_verdict.reason
     if has_peak and found.turns:
         gflop = call_flops(cell.case.problem("cpu"), cell.mode) / 1e9
-        found.details["fma_gflops"] = _median(turn[2] for turn in found.turns)
-        found.details["fma_share"] = _median(gflop / (turn[0] / 1e3) / turn[2] for turn in found.turns)
+        found.details["fma_gflops"] = median(turn[2] for turn in found.turns)
+        found.details["fma_share"] = median(gflop / (turn[0] / 1e3) / turn[2] for turn in found.turns)
     return found
 
 
@@ -246,10 +224,6 @@ def _against_tensors(stage: _Stage, cell: Cell) -> _Found:
         reason=memory.reason,
         details={"tensor_bytes": tensor_bytes},
     )
-
-
-def _median(values: Iterator[float]) -> float:
-    return percentiles(list(values))[1]
 
 
 _MEASURE: dict[str, Callable[[_Stage, Cell], _Found]] = {

@@ -6,13 +6,13 @@ cheap: the output on those rows, and the gradients that a loss over those rows a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from tilestream import reference
-from tilestream.bench.cases import DTYPES, Case
+from tilestream.bench.cases import DTYPES, Case, normal_numbers
 from tilestream.bench.providers import Provider
 from tilestream.problem import AttentionInputs
 
@@ -61,15 +61,21 @@ class Oracle:
     exact: dict[str, Tensor]
     plain: dict[str, Tensor]
 
+    @property
+    def of_forward(self) -> Oracle:
+        exact, plain = ({"out": results["out"]} for results in (self.exact, self.plain))
+        return replace(self, exact=exact, plain=plain)
+
 
 def check(case: Case, provider: Provider, device: torch.device, with_gradients: bool) -> Gate:
     """Run `provider` on `case` once and compare."""
     return compare(consult(case, device, with_gradients), provider)
 
 
-def consult(case: Case, device: torch.device, with_gradients: bool) -> Oracle:
-    """What every provider of `case` is compared with."""
-    inputs, blocks = case.make_inputs(device), _row_blocks(case.seqlen_q)
+def consult(case: Case, device: torch.device, with_gradients: bool, inputs: AttentionInputs | None = None) -> Oracle:
+    """What every provider of `case` is compared with, on `inputs` or on new ones."""
+    inputs = case.make_inputs(device) if inputs is None else inputs
+    blocks = _row_blocks(case.seqlen_q)
     dout = _sampled_dout(case, blocks, device)
     exact, plain = (
         _right_results(case, inputs, blocks, dout, dtype, with_gradients)
@@ -79,11 +85,11 @@ def consult(case: Case, device: torch.device, with_gradients: bool) -> Oracle:
 
 
 def compare(oracle: Oracle, provider: Provider) -> Gate:
-    """Run `provider` once on what the oracle was asked."""
+    """Run `provider` once on what the oracle was asked; in inference mode, as it is timed, where that is out alone."""
     case, inputs, blocks, exact, plain = oracle.case, oracle.inputs, oracle.blocks, oracle.exact, oracle.plain
     with_gradients = "dq" in exact
     leaves = tuple(tensor.requires_grad_(with_gradients) for tensor in (inputs.query, inputs.key, inputs.value))
-    with torch.set_grad_enabled(with_gradients):
+    with torch.inference_mode(not with_gradients):
         out = provider.prepare(case, inputs)(*leaves)
     found = {"out": torch.cat([out.detach()[:, rows] for rows in blocks], dim=1)}
     if with_gradients:
@@ -109,11 +115,12 @@ def _row_blocks(seqlen_q: int) -> list[slice]:
 
 def _sampled_dout(case: Case, blocks: list[slice], device: torch.device) -> Tensor:
     """A random gradient of out that is 0 outside `blocks`."""
-    generator = torch.Generator().manual_seed(1)
-    dout = torch.zeros(case.batch, case.seqlen_q, case.num_heads_q, case.head_dim_v)
+    dtype = DTYPES[case.dtype]
+    randn = normal_numbers(device, dtype, seed=1)
+    dout = torch.zeros(case.batch, case.seqlen_q, case.num_heads_q, case.head_dim_v, device=device, dtype=dtype)
     for rows in blocks:
-        dout[:, rows] = torch.randn(dout[:, rows].shape, generator=generator)
-    return dout.to(device=device, dtype=DTYPES[case.dtype])
+        dout[:, rows] = randn(*dout[:, rows].shape)
+    return dout
 
 
 def _right_results(

@@ -38,7 +38,12 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def code_version() -> str:
-    """The commit of a source checkout (with ``-dirty`` where files differ from it), else the package's version."""
+    """The commit of a source checkout (with ``-dirty`` where files differ from it), else the package's version.
+
+    The variable TILESTREAM_COMMIT says it where the code is a copy without git.
+    """
+    if told := os.environ.get("TILESTREAM_COMMIT"):
+        return told
     folder = Path(tilestream.__file__).parent
     # A package inside somebody else's repository (a virtual environment, say) is not tracked there.
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:

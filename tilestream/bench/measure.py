@@ -1,6 +1,7 @@
 """The one measuring protocol: gate, warm-up, interleaved samples, median and percentiles, one line per measurement.
 
-Times are wall time on a CPU and device events on CUDA, where the second-level cache is flushed before each sample. The
+Times are wall time on a CPU and device events on CUDA, where the second-level cache is flushed before each sample and
+the device is kept busy until the host has queued the call, so that the events see the device's work alone. The
 providers of a case take turns, sample by sample, so that a slow moment of the machine falls on all of them.
 """
 
@@ -41,6 +42,8 @@ __all__ = [
 Line = dict[str, Any]
 
 _FLUSH_BYTES = 256 << 20
+# A millisecond at 2 GHz: longer than a host needs to queue a call of a few kernels, guards of torch.compile included.
+_HOLD_CYCLES = 2_000_000
 # Of the free memory, this much may be used: the rest of the machine lives too.
 _USABLE_MEMORY = 0.7
 # Inputs, outputs and gradients of the timed run and of the gate, in the input precision and in float64.
@@ -170,6 +173,7 @@ def time_ms(run: Run, device: torch.device) -> float:
     run.setup()
     if device.type == "cuda":
         torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device).zero_()
+        torch.cuda._sleep(_HOLD_CYCLES)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         run.call()
@@ -190,7 +194,7 @@ def measurement_line(
     problem = case.problem(device.type)
     flops = call_flops(problem, mode)
     is_backward = {"forward": (False,), "backward": (True,), "both": (False, True)}[mode]
-    traffic = [provider.traffic(case, backward) for backward in is_backward]
+    traffic = [provider.traffic(problem, backward) for backward in is_backward]
     p20, p50, p80 = percentiles(samples_ms) if samples_ms else (None, None, None)
     return {
         "case": case.name,

@@ -5,12 +5,18 @@ Shapes: B batch, H query heads, K KV heads, G = H // K, M queries, N keys, D hea
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends import cuda
+from torch.backends.cuda import SDPAParams
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilestream import api, dispatch
 from tilestream.bench.cases import DTYPES, Case
@@ -24,6 +30,11 @@ __all__ = ["Forward", "Provider", "provider_named", "provider_names", "tiled_tra
 
 # query, key, value of a case -> out (B, M, H, E); everything else is prepared ahead and not timed.
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+# PyTorch's answer whether a kernel can run a call, with warnings that say why not where the second argument asks.
+_CanUse = Callable[[SDPAParams, bool], bool]
+
+# Of flex_attention: sizes, masks and with or without gradients.
+_MAX_COMPILED_CASES = 128
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,7 @@ class Provider:
     refuse: Callable[[Case, torch.device], str | None]
     prepare: Callable[[Case, AttentionInputs], Forward]
     # Slow-memory bytes that its algorithm must move, of the forward or of the backward; None where unknown.
-    traffic: Callable[[Case, bool], Traffic | None]
+    traffic: Callable[[Problem, bool], Traffic | None] = lambda problem, backward: None
     # Rough peak of what it allocates beside inputs and outputs, to skip runs that this machine cannot hold.
     score_matrices: int = 0
 
@@ -46,7 +57,7 @@ class Provider:
 
 def provider_names() -> tuple[str, ...]:
     """The names of every provider of this machine, tilestream's backends first."""
-    return (*(f"tilestream/{backend}" for backend in dispatch.BACKENDS), "sdpa", "materialised")
+    return (*(f"tilestream/{backend}" for backend in dispatch.BACKENDS), *_PEERS)
 
 
 def provider_named(name: str) -> Provider:
@@ -55,10 +66,8 @@ def provider_named(name: str) -> Provider:
     Raises:
         ArgumentError: there is none; the message lists those there are.
     """
-    if name == "sdpa":
-        return Provider(name, _sdpa_refuse, _sdpa_prepare, lambda case, backward: None)
-    if name == "materialised":
-        return Provider(name, _materialised_refuse, _materialised_prepare, _materialised_traffic, score_matrices=3)
+    if name in _PEERS:
+        return _PEERS[name]
     if name == "tilestream":
         return _tilestream(name, None)
     if name in provider_names():
@@ -70,9 +79,9 @@ def tiled_traffic(problem: Problem, backend: str | None, backward: bool) -> Traf
     """What tilestream moves for a dense `problem` with the tiles of `backend`, or of the one it would choose.
 
     Returns:
-        None where no backend can run it.
+        None where that backend, or any, cannot run it.
     """
-    chosen = backend or dispatch.explain(problem).chosen
+    chosen = dispatch.explain(problem, backend).chosen
     if chosen is None:
         return None
     block_m, _ = dispatch.backend(chosen).tile_shape(problem)
@@ -95,8 +104,8 @@ def _tilestream(name: str, backend: str | None) -> Provider:
 
         return forward
 
-    def traffic(case: Case, backward: bool) -> Traffic | None:
-        return tiled_traffic(case.problem("cpu"), backend, backward)
+    def traffic(problem: Problem, backward: bool) -> Traffic | None:
+        return tiled_traffic(problem, backend, backward)
 
     return Provider(name, refuse, prepare, traffic)
 
@@ -111,8 +120,7 @@ def _sdpa_refuse(case: Case, device: torch.device) -> str | None:
 
 
 def _sdpa_prepare(case: Case, inputs: AttentionInputs) -> Forward:
-    # Its is_causal aligns the first query with the first key, so only square calls may use it.
-    is_causal = case.spec.band == Band(None, 0) and case.seqlen_q == case.seqlen_k and inputs.bias is None
+    is_causal = _is_plain_causal(case)
     mask = None if is_causal else _additive_mask(case, inputs)
 
     def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -122,6 +130,115 @@ def _sdpa_prepare(case: Case, inputs: AttentionInputs) -> Forward:
         ).transpose(1, 2)  # fmt: skip
 
     return forward
+
+
+def _is_plain_causal(case: Case) -> bool:
+    """Its is_causal aligns the first query with the first key, so only square calls may use it."""
+    return case.spec.band == Band(None, 0) and case.seqlen_q == case.seqlen_k and not case.has_bias
+
+
+def _forced_sdpa(name: str, kernel: SDPBackend, can_use: _CanUse) -> Provider:
+    """PyTorch's attention with one of its CUDA kernels and no other."""
+
+    def refuse(case: Case, device: torch.device) -> str | None:
+        return _sdpa_refuse(case, device) or _not_cuda_reason(device) or _kernel_reason(case, device, can_use)
+
+    def prepare(case: Case, inputs: AttentionInputs) -> Forward:
+        forward = _sdpa_prepare(case, inputs)
+
+        def forced(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            with sdpa_kernel(kernel):
+                return forward(query, key, value)
+
+        return forced
+
+    return Provider(name, refuse, prepare)
+
+
+def _kernel_reason(case: Case, device: torch.device, can_use: _CanUse) -> str | None:
+    """Why a CUDA kernel of PyTorch cannot run `case`, in PyTorch's words, or None."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=DTYPES[case.dtype], device=device)
+
+    # One batch entry: no kernel asks for how many there are.
+    query = empty(1, case.seqlen_q, case.num_heads_q, case.head_dim).transpose(1, 2)
+    key = empty(1, case.seqlen_k, case.num_heads_kv, case.head_dim).transpose(1, 2)
+    value = empty(1, case.seqlen_k, case.num_heads_kv, case.head_dim_v).transpose(1, 2)
+    is_causal = _is_plain_causal(case)
+    has_mask = case.has_bias or not (is_causal or case.spec.band.is_unlimited)
+    mask = empty(1, 1, case.seqlen_q, case.seqlen_k) if has_mask else None
+    is_grouped = case.num_heads_q != case.num_heads_kv
+    parameters = SDPAParams(query, key, value, mask, 0.0, is_causal, is_grouped)
+    with warnings.catch_warnings(record=True) as complaints:
+        warnings.simplefilter("always")
+        if can_use(parameters, True):
+            return None
+    texts = [str(complaint.message).partition(" (Triggered internally")[0] for complaint in complaints]
+    return " ".join(texts) or "PyTorch refuses it without a reason"
+
+
+def _flex_refuse(case: Case, device: torch.device) -> str | None:
+    if case.dropout_p > 0:
+        return "flex_attention has no dropout"
+    for feature in ("softcap", "has_alibi", "has_bias", "has_sinks"):
+        if getattr(case, feature):
+            return (
+                f"flex_attention has no argument for {feature.removeprefix('has_')}; what one could write is not here"
+            )
+    return _not_cuda_reason(device)
+
+
+def _flex_prepare(case: Case, inputs: AttentionInputs) -> Forward:
+    compiled, device = _compiled_flex(), inputs.query.device
+    block_mask = None
+    if not case.spec.band.is_unlimited:
+        block_mask = _flex_mask(case.spec.band, case.seqlen_q, case.seqlen_k, device)
+    is_grouped = case.num_heads_q != case.num_heads_kv
+
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = compiled(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+            block_mask=block_mask, enable_gqa=is_grouped,
+        )  # fmt: skip
+        return out.transpose(1, 2)
+
+    return forward
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    """One function for all cases, so that each is compiled once, for its own sizes and no others."""
+    from torch._dynamo import config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Beyond this limit, which is 8, a function is not compiled for yet other sizes.
+    config.recompile_limit = max(_MAX_COMPILED_CASES, config.recompile_limit)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _flex_mask(band: Band, seqlen_q: int, seqlen_k: int, device: torch.device) -> Any:
+    """The block mask of `band`; always the same object, because another one might be compiled again."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    left, right, shift = band.left, band.right, seqlen_k - seqlen_q
+
+    def is_causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = j - (i + shift)
+        visible = distance >= (-seqlen_k - seqlen_q if left is None else -left)
+        return visible if right is None else visible & (distance <= right)
+
+    # What its users write for the plainest mask, so that it is not measured with more arithmetic than they have.
+    mask = is_causal if band == Band(None, 0) and shift == 0 else is_visible
+    return create_block_mask(mask, None, None, seqlen_q, seqlen_k, device=device)
+
+
+def _not_cuda_reason(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else f"runs on CUDA, not on {device.type}"
 
 
 def _materialised_refuse(case: Case, device: torch.device) -> str | None:
@@ -150,10 +267,6 @@ def _materialised_prepare(case: Case, inputs: AttentionInputs) -> Forward:
     return forward
 
 
-def _materialised_traffic(case: Case, backward: bool) -> Traffic:
-    return materialised_bytes(case.problem("cpu"), backward)
-
-
 def _void_rows_reason(case: Case) -> str | None:
     """Queries that see no key are at the ends, if anywhere; they are 0 here and NaN in the peers."""
     shift = case.seqlen_k - case.seqlen_q
@@ -178,3 +291,16 @@ def _additive_mask(case: Case, inputs: AttentionInputs) -> Tensor | None:
         hidden |= distance > band.right
     mask = torch.zeros(hidden.shape, dtype=inputs.query.dtype, device=device).masked_fill_(hidden, float("-inf"))
     return mask if inputs.bias is None else mask + inputs.bias
+
+
+_PEERS = {
+    provider.name: provider
+    for provider in (
+        Provider("sdpa", _sdpa_refuse, _sdpa_prepare),
+        _forced_sdpa("sdpa/flash", SDPBackend.FLASH_ATTENTION, cuda.can_use_flash_attention),
+        _forced_sdpa("sdpa/cudnn", SDPBackend.CUDNN_ATTENTION, cuda.can_use_cudnn_attention),
+        _forced_sdpa("sdpa/efficient", SDPBackend.EFFICIENT_ATTENTION, cuda.can_use_efficient_attention),
+        Provider("flex", _flex_refuse, _flex_prepare),
+        Provider("materialised", _materialised_refuse, _materialised_prepare, materialised_bytes, score_matrices=3),
+    )
+}

@@ -9,11 +9,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tilestream.bench.cases import Case
+from tilestream.bench.cases import DTYPES, Case, normal_numbers
 from tilestream.bench.providers import Provider
 from tilestream.problem import AttentionInputs
 
-__all__ = ["MODES", "Mode", "Run", "make_run"]
+__all__ = ["MODES", "Mode", "Run", "make_dout", "make_run"]
 
 Mode = Literal["forward", "backward", "both"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -27,6 +27,12 @@ class Run:
     call: Callable[[], tuple[Tensor, ...]]
 
 
+def make_dout(case: Case, device: torch.device, seed: int = 0, drawn_on: torch.device | None = None) -> Tensor:
+    """A standard normal gradient of out, drawn as `Case.make_inputs`."""
+    randn = normal_numbers(device, DTYPES[case.dtype], seed + 1, drawn_on)
+    return randn(case.batch, case.seqlen_q, case.num_heads_q, case.head_dim_v)
+
+
 def make_run(
     case: Case,
     provider: Provider,
@@ -34,12 +40,19 @@ def make_run(
     device: torch.device,
     seed: int = 0,
     inputs: AttentionInputs | None = None,
+    dout: Tensor | None = None,
 ) -> Run:
-    """The timed part of `mode`, forward in inference mode, backward, or both, on `inputs` or on new ones of `seed`."""
+    """The timed part of `mode`, forward in inference mode, backward, or both.
+
+    Args:
+        inputs, dout: what it runs on; new ones of `seed` by default.
+    """
     inputs = case.make_inputs(device, seed) if inputs is None else inputs
     query, key, value = inputs.query, inputs.key, inputs.value
     forward = provider.prepare(case, inputs)
     if mode == "forward":
+        # A gate before may have asked for gradients.
+        query, key, value = query.detach(), key.detach(), value.detach()
 
         def infer() -> tuple[Tensor, ...]:
             with torch.inference_mode():
@@ -48,9 +61,7 @@ def make_run(
         return Run(lambda: None, infer)
 
     leaves = tuple(tensor.requires_grad_() for tensor in (query, key, value))
-    generator = torch.Generator().manual_seed(seed + 1)
-    shape = (case.batch, case.seqlen_q, case.num_heads_q, case.head_dim_v)
-    dout = torch.randn(shape, generator=generator).to(device=device, dtype=query.dtype)
+    dout = make_dout(case, device, seed) if dout is None else dout
     graph: list[Tensor] = []
 
     def setup() -> None:

@@ -6,15 +6,15 @@ import argparse
 
 import torch
 
+from tilestream.bench import cpu_suite, gpu_suite
 from tilestream.bench.cases import CASES, case_named
-from tilestream.bench.cpu_suite import PROVIDER, SECONDS
 from tilestream.bench.machine import busy_warning
 from tilestream.bench.measure import Line, Settings, measure, num_steps
 from tilestream.bench.providers import provider_named, provider_names
 from tilestream.bench.report import markdown_table, measurement_table, write_lines
 from tilestream.bench.runs import MODES, Mode
 from tilestream.cli import arguments as types
-from tilestream.cli import bench_cpu
+from tilestream.cli import bench_cpu, bench_gpu
 from tilestream.cli.console import Console
 from tilestream.errors import ArgumentError
 
@@ -32,6 +32,9 @@ _OF_CASES = {
     "dtype": "--dtype",
     "no_memory": "--no-memory",
 }
+_SUITES = {"cpu": bench_cpu.run, "gpu": bench_gpu.run}
+_SECONDS = f"{cpu_suite.SECONDS} or {gpu_suite.SECONDS}"
+_USES = " or ".join(f"tilestream bench {suite}" for suite in _SUITES)
 _OF_SUITE = {"quick": "--quick", "provider": "--provider", "from_file": "--from"}
 
 
@@ -45,12 +48,13 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
     parser.add_argument(
         "suite",
         nargs="?",
-        choices=("cpu",),
-        help="measure this suite instead of chosen cases; cpu: the native CPU kernels against their bars, 12 minutes",
+        choices=tuple(_SUITES),
+        help="measure this suite instead of chosen cases; cpu: the native CPU kernels against their bars, 12 minutes;"
+        " gpu: the GPU kernels against theirs, 4 minutes",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and providers, or the suite, and stop")
-    parser.add_argument("--threads", type=types.count, help="CPU threads; default: torch's choice; suite: 1 and that")
-    parser.add_argument("--seconds", type=types.number, help=f"per number, about; default 2; suite: {SECONDS}")
+    parser.add_argument("--threads", type=types.count, help="CPU threads; default: torch's choice; cpu: 1 and that")
+    parser.add_argument("--seconds", type=types.number, help=f"per number, about; default 2; suite: {_SECONDS}")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument(
         "--output", default="tilestream-bench.jsonl", metavar="FILE", help="JSON lines; default %(default)s"
@@ -66,7 +70,7 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
     chosen.add_argument("--no-memory", action="store_true", help="times only")
     suite = parser.add_argument_group("with a suite")
     suite.add_argument("--quick", action="store_true", help="a part of the suite, about a minute")
-    suite.add_argument("--provider", help=f"what is measured; default {PROVIDER}")
+    suite.add_argument("--provider", help=f"what is measured; default {cpu_suite.PROVIDER} or {gpu_suite.PROVIDER}")
     suite.add_argument(
         "--from", dest="from_file", metavar="FILE", help="measure nothing, show the lines of an earlier --output"
     )
@@ -75,15 +79,14 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure, write and print; exit code 1 where a result was wrong."""
-    for destination, option in (_OF_CASES if args.suite else _OF_SUITE).items():
+    options = {None: _OF_SUITE, "cpu": _OF_CASES, "gpu": {**_OF_CASES, "threads": "--threads"}}[args.suite]
+    for destination, option in options.items():
         if getattr(args, destination):
-            without = (
-                f"does not go with the suite {args.suite!r}" if args.suite else "needs a suite: tilestream bench cpu"
-            )
+            without = f"does not go with the suite {args.suite!r}" if args.suite else f"needs a suite: {_USES}"
             raise ArgumentError(f"{option} {without}.")
     if args.seconds is not None and not args.seconds > 0:
         raise ArgumentError(f"--seconds must be more than 0, got {args.seconds}.")
-    return bench_cpu.run(args, console) if args.suite else _run_cases(args, console)
+    return _SUITES[args.suite](args, console) if args.suite else _run_cases(args, console)
 
 
 def _run_cases(args: argparse.Namespace, console: Console) -> int:

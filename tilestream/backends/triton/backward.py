@@ -1,0 +1,251 @@
+"""Attention backward.
+
+Computes   delta; dk and dv of a tile of keys; dq of a tile of packed rows; the gradient of a tile of the bias.
+Algorithm  FlashAttention-2, algorithm 2 (arXiv:2307.08691): P is made again from lse, then
+           dv += P^T dout;  dS = P * (dout V^T - delta);  dk += dS^T Q;  dq += dS K.
+           delta = rowsum(out * dout) - dlse, which is all that a gradient of lse changes.
+Schedule   delta_kernel: a program per row tile. key_kernel: a program per (key tile, KV head, batch entry) that streams
+           the packed rows which see its keys, so dk and dv are summed over a group inside. query_kernel: a program per
+           row tile that streams keys. Seven products a tile instead of five, and in return no two programs add to one
+           number: bits do not change from run to run, and no float32 sums go through memory. (Adding dq to float32 sums
+           from key_kernel was slower: docs/measured-facts.md.)
+Traffic    delta_kernel reads out and dout; key_kernel reads K, V once and Q, dout, lse, delta once per key tile, writes
+           dk, dv; query_kernel reads Q, dout once and K, V once per row tile, writes dq.
+On chip    key_kernel: k_n, v_n and the pipelined q_m, dout_m in shared memory; dk, dv, s_nm, dp_nm in registers.
+Numerics   as the forward; P and dS are rounded to the input dtype for their products. Sums that come out not finite are
+           computed again with `careful.exact_product`.
+Limits     as the forward.
+
+Shapes: M packed rows of a tile; N keys of a tile; D head_dim; E head_dim_v.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilestream.backends.triton.careful import exact_product, flag, is_flagged
+from tilestream.backends.triton.score import (
+    keep_tile,
+    probabilities,
+    row_slopes,
+    score_derivative,
+    score_tile,
+)
+from tilestream.backends.triton.tiles import (
+    is_partial,
+    key_offsets,
+    key_pointers,
+    key_ranges,
+    load_keys,
+    load_tile,
+    locate,
+    next_row_offsets,
+    numbers_at,
+    query_ranges,
+    row_heads,
+    row_lse,
+    row_offsets,
+    row_pointers,
+    tile_index,
+)
+
+__all__ = ["delta_kernel", "exact_key_kernel", "exact_query_kernel", "key_kernel", "query_kernel"]
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def delta_kernel(tensors, numbers, facts: tl.constexpr):
+    """delta = rowsum(out * dout) - dlse of a tile of packed rows."""
+    tile, head_kv, batch, _ = tile_index(numbers, facts)
+    sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
+    rows = tile * facts.block_m + tl.arange(0, facts.block_m)
+    rows_inside = rows < sequence.seqlen_q * facts.group
+    e = tl.arange(0, facts.block_dv)
+    inside = rows_inside[:, None] & (e < facts.head_dim_v)[None, :]
+    out = row_pointers(tensors.out, rows, sequence, numbers.out_strides, facts, facts.block_dv)
+    dout = row_pointers(tensors.dout, rows, sequence, numbers.dout_strides, facts, facts.block_dv)
+    out, dout = tl.load(out, inside, other=0.0), tl.load(dout, inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    places = numbers_at(rows, sequence, numbers, facts)
+    if facts.has_dlse:
+        delta -= tl.load(tensors.dlse + places, rows_inside, other=0.0)
+    tl.store(tensors.delta + places, delta, rows_inside)
+
+
+@triton.jit
+def _row_delta(rows, rows_inside, sequence, tensors, numbers, facts: tl.constexpr):
+    return tl.load(tensors.delta + numbers_at(rows, sequence, numbers, facts), rows_inside, other=0.0)
+
+
+@triton.jit
+def _score_gradient(s, capped, dp, keep, lse_log2, delta, may_hide, numbers, facts: tl.constexpr):
+    """(P after dropout, dS of the scaled dot products) of one tile, either way round; `keep` only with dropout."""
+    p = probabilities(s, lse_log2, numbers, facts)
+    kept = p
+    if facts.has_dropout:
+        kept = tl.where(keep, p * numbers.keep_scale, 0.0)
+        dp = tl.where(keep, dp * numbers.keep_scale, 0.0)
+    ds = score_derivative(p * (dp - delta), capped, facts)
+    if may_hide or facts.has_bias:
+        # P is 0 there, but the rest may be what an invisible key holds.
+        ds = tl.where(s == float("-inf"), 0.0, ds)
+    return kept, ds
+
+
+@triton.jit
+def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
+    """(dk, dv) of a tile of keys from the row tiles of `ranges`."""
+    d, e, m = tl.arange(0, facts.block_d), tl.arange(0, facts.block_dv), tl.arange(0, facts.block_m)
+    j = n_start + tl.arange(0, facts.block_n)
+    dk = tl.full([facts.block_n, facts.block_d], 0.0, tl.float32)
+    dv = tl.full([facts.block_n, facts.block_dv], 0.0, tl.float32)
+    q_first = row_offsets(m, sequence, numbers.q_strides, facts)
+    dout_first = row_offsets(m, sequence, numbers.dout_strides, facts)
+    for m_start in tl.range(ranges.lo, ranges.hi, facts.block_m):
+        rows = m_start + m
+        i, head = row_heads(rows, sequence, facts)
+        rows_inside = i < sequence.seqlen_q
+        slopes = rows
+        if facts.has_alibi:
+            slopes = row_slopes(rows, sequence, tensors, numbers, facts)
+        q_offsets = next_row_offsets(q_first, rows, m_start, sequence, numbers.q_strides, facts)
+        q_m = load_tile(tensors.q + q_offsets[:, None] + d[None, :], rows_inside, d, facts.head_dim, facts.block_d)
+        lse_log2 = row_lse(rows, rows_inside, sequence, tensors, numbers, facts)
+        delta = _row_delta(rows, rows_inside, sequence, tensors, numbers, facts)
+        may_hide = EXACT or is_partial(m_start, ranges)
+        s_nm = tl.dot(k_n, tl.trans(q_m), input_precision=facts.precision)
+        s_nm, capped = score_tile(
+            s_nm, i[None, :], j[:, None], head[None, :], slopes[None, :], rows_inside[None, :], sequence, tensors,
+            numbers, may_hide, facts,
+        )  # fmt: skip
+        dout_offsets = next_row_offsets(dout_first, rows, m_start, sequence, numbers.dout_strides, facts)
+        dout_rows = tensors.dout + dout_offsets[:, None] + e[None, :]
+        dout_m = load_tile(dout_rows, rows_inside, e, facts.head_dim_v, facts.block_dv)
+        dp_nm = tl.dot(v_n, tl.trans(dout_m), input_precision=facts.precision)
+        keep = s_nm
+        if facts.has_dropout:
+            keep = tl.trans(keep_tile(rows, n_start, sequence, tensors, numbers, facts).to(tl.int8)) != 0
+        kept_nm, ds_nm = _score_gradient(
+            s_nm, capped, dp_nm, keep, lse_log2[None, :], delta[None, :], may_hide, numbers, facts
+        )
+        if EXACT:
+            visible = s_nm != float("-inf")
+            dv += exact_product(kept_nm, visible, dout_m, facts)
+            dk += exact_product(ds_nm, visible, q_m, facts)
+        else:
+            dv = tl.dot(kept_nm.to(dout_m.dtype), dout_m, dv, input_precision=facts.precision)
+            dk = tl.dot(ds_nm.to(q_m.dtype), q_m, dk, input_precision=facts.precision)
+    return dk, dv
+
+
+@triton.jit
+def _key_program(tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
+    tile, head_kv, batch, _ = tile_index(numbers, facts)
+    sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=True)
+    n_start = tile * facts.block_n
+    if n_start < sequence.seqlen_k:
+        j = n_start + tl.arange(0, facts.block_n)
+        keys_inside = j < sequence.seqlen_k
+        d, e = tl.arange(0, facts.block_d), tl.arange(0, facts.block_dv)
+        k_keys = tensors.k + key_offsets(j, sequence, numbers.k_strides, facts)[:, None] + d[None, :]
+        v_keys = tensors.v + key_offsets(j, sequence, numbers.v_strides, facts)[:, None] + e[None, :]
+        k_n = load_tile(k_keys, keys_inside, d, facts.head_dim, facts.block_d)
+        v_n = load_tile(v_keys, keys_inside, e, facts.head_dim_v, facts.block_dv)
+        ranges = query_ranges(n_start, sequence, facts)
+        dk, dv = _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts, EXACT)
+        if facts.flags and not EXACT:
+            flag(dk, dv, keys_inside, tensors)
+        dk_keys = tensors.dk + key_offsets(j, sequence, numbers.dk_strides, facts)[:, None] + d[None, :]
+        dv_keys = tensors.dv + key_offsets(j, sequence, numbers.dv_strides, facts)[:, None] + e[None, :]
+        dk = (dk * numbers.scale).to(tensors.dk.dtype.element_ty)
+        tl.store(dk_keys, dk, keys_inside[:, None] & (d < facts.head_dim)[None, :])
+        dv = dv.to(tensors.dv.dtype.element_ty)
+        tl.store(dv_keys, dv, keys_inside[:, None] & (e < facts.head_dim_v)[None, :])
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def key_kernel(tensors, numbers, facts: tl.constexpr):
+    """dk and dv of a tile of keys."""
+    _key_program(tensors, numbers, facts, False)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def exact_key_kernel(tensors, numbers, facts: tl.constexpr):
+    """dk and dv of a flagged tile of keys, exact where numbers are not finite."""
+    if is_flagged(tensors):
+        _key_program(tensors, numbers, facts, True)
+
+
+@triton.jit
+def _query_loop(
+    q_m, dout_m, rows, ranges, sequence, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """dq of a tile of packed rows from the key tiles of `ranges`."""
+    n = tl.arange(0, facts.block_n)
+    i, head = row_heads(rows, sequence, facts)
+    rows_inside = i < sequence.seqlen_q
+    lse_log2 = row_lse(rows, rows_inside, sequence, tensors, numbers, facts)
+    delta = _row_delta(rows, rows_inside, sequence, tensors, numbers, facts)
+    slopes = rows
+    if facts.has_alibi:
+        slopes = row_slopes(rows, sequence, tensors, numbers, facts)
+    keys = key_pointers(tensors.k, sequence, numbers.k_strides, facts, facts.block_d)
+    values = key_pointers(tensors.v, sequence, numbers.v_strides, facts, facts.block_dv)
+    dq = tl.full([facts.block_m, facts.block_d], 0.0, tl.float32)
+    for n_start in tl.range(ranges.lo, ranges.hi, facts.block_n):
+        k_n = load_keys(keys, n_start, sequence, numbers.k_strides, facts, facts.head_dim, facts.block_d)
+        v_n = load_keys(values, n_start, sequence, numbers.v_strides, facts, facts.head_dim_v, facts.block_dv)
+        may_hide = EXACT or is_partial(n_start, ranges)
+        s_mn = tl.dot(q_m, tl.trans(k_n), input_precision=facts.precision)
+        s_mn, capped = score_tile(
+            s_mn, i[:, None], (n_start + n)[None, :], head[:, None], slopes[:, None], rows_inside[:, None], sequence,
+            tensors, numbers, may_hide, facts,
+        )  # fmt: skip
+        dp_mn = tl.dot(dout_m, tl.trans(v_n), input_precision=facts.precision)
+        keep = s_mn
+        if facts.has_dropout:
+            keep = keep_tile(rows, n_start, sequence, tensors, numbers, facts)
+        _, ds_mn = _score_gradient(
+            s_mn, capped, dp_mn, keep, lse_log2[:, None], delta[:, None], may_hide, numbers, facts
+        )
+        if EXACT:
+            dq += exact_product(ds_mn, s_mn != float("-inf"), k_n, facts)
+        else:
+            dq = tl.dot(ds_mn.to(k_n.dtype), k_n, dq, input_precision=facts.precision)
+    return dq
+
+
+@triton.jit
+def _query_program(tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
+    tile, head_kv, batch, _ = tile_index(numbers, facts)
+    sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
+    m_start = tile * facts.block_m
+    num_rows = sequence.seqlen_q * facts.group
+    if m_start < num_rows:
+        rows = m_start + tl.arange(0, facts.block_m)
+        rows_inside = rows < num_rows
+        d, e = tl.arange(0, facts.block_d), tl.arange(0, facts.block_dv)
+        q_rows = row_pointers(tensors.q, rows, sequence, numbers.q_strides, facts, facts.block_d)
+        dout_rows = row_pointers(tensors.dout, rows, sequence, numbers.dout_strides, facts, facts.block_dv)
+        q_m = load_tile(q_rows, rows_inside, d, facts.head_dim, facts.block_d)
+        dout_m = load_tile(dout_rows, rows_inside, e, facts.head_dim_v, facts.block_dv)
+        ranges = key_ranges(m_start, sequence, facts)
+        dq = _query_loop(q_m, dout_m, rows, ranges, sequence, tensors, numbers, facts, EXACT)
+        if facts.flags and not EXACT:
+            flag(dq, dq, rows_inside, tensors)
+        dq_rows = row_pointers(tensors.dq, rows, sequence, numbers.dq_strides, facts, facts.block_d)
+        dq = (dq * numbers.scale).to(tensors.dq.dtype.element_ty)
+        tl.store(dq_rows, dq, rows_inside[:, None] & (d < facts.head_dim)[None, :])
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def query_kernel(tensors, numbers, facts: tl.constexpr):
+    """dq of a tile of packed rows."""
+    _query_program(tensors, numbers, facts, False)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def exact_query_kernel(tensors, numbers, facts: tl.constexpr):
+    """dq of a flagged tile of packed rows, exact where numbers are not finite."""
+    if is_flagged(tensors):
+        _query_program(tensors, numbers, facts, True)
