@@ -15,7 +15,7 @@ import torch
 from tilestream.problem import Problem
 from tilestream.spec import AttentionSpec, Band, default_scale
 
-__all__ = ["CASES", "FEATURES", "Case", "is_possible", "pairwise"]
+__all__ = ["CASES", "FEATURES", "FEW", "Case", "covering", "is_possible", "pairwise"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class Case:
         if self.layout == "dense" or self.batch == 0:
             return [self.lengths] * self.batch
         return [self.lengths, (0, 5), (seqlen_q // 2, seqlen_k // 3 + 1), (0, 0), (3, 0), (seqlen_k // 4, seqlen_k)]
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of query and key over all heads, visible or not."""
+        return self.num_heads_q * sum(seqlen_q * seqlen_k for seqlen_q, seqlen_k in self.sequences)
 
     @property
     def band(self) -> Band:
@@ -179,3 +184,21 @@ _SHAPES = (
 )  # fmt: skip
 
 CASES = [Case(f"pair{number:03d}", **row) for number, row in enumerate(pairwise(FEATURES))] + list(_SHAPES)
+
+
+def covering(cases: Sequence[Case], features: Mapping[str, Sequence[Any]], num_pairs: int) -> list[Case]:
+    """Few of `cases` in which every value of every feature occurs that does in any.
+
+    Greedy; where two tie, the one whose size is nearer to `num_pairs`.
+    """
+    found = {case: {(name, getattr(case, name)) for name in features} for case in cases}
+    missing = set().union(*found.values())
+    chosen = []
+    while missing:
+        chosen.append(max(cases, key=lambda case: (len(found[case] & missing), -abs(case.num_pairs - num_pairs))))
+        missing -= found[chosen[-1]]
+    return chosen
+
+
+# For a target that has no time for all, and no float64.
+FEW = covering([case for case in CASES if case.dtype != torch.float64 and case.num_pairs < 10**5], FEATURES, 30_000)

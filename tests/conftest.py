@@ -7,12 +7,14 @@ never wrote fails every time instead of once a month. A test that measures memor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from interpreter import import_interpreted, interpreting, is_ready
 from torch import Tensor
 
 from tilestream.backends.cpu.native import library
@@ -36,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="torch device that the suite's tensors live on (cpu, cuda, ...)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # On a GPU its kernels are compiled.
+    if config.getoption("--device") == "cpu":
+        import_interpreted()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -55,7 +63,18 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
     """Each backend that runs on the device under test; for a test of numerics that calls it by name."""
     if request.param == "native" and (device.type != "cpu" or library.library() is None):
         pytest.skip("needs the native kernels")
+    if request.param == "triton" and device.type == "cpu" and not is_ready():
+        pytest.skip("needs Triton, for its interpreter")
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test of the backend triton, where that is not compiled."""
+    callspec = getattr(request.node, "callspec", None)
+    is_triton = callspec is not None and callspec.params.get("backend") == "triton"
+    with interpreting() if is_triton and is_ready() else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,23 +1,29 @@
-"""What numerics are tested on: every backend, and the native one once per instruction set that this machine can run."""
+"""What numerics are tested on: every backend, and the native one once per instruction set that this machine can run.
+
+On a CPU the backend triton is interpreted. What hidden keys hold decides which of its kernels are tested: after NaN or
+infinity in a tile others compute it again, so there is a target of either kind.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 from cases import Case
-from inputs import LARGE, make_inputs
+from inputs import LARGE, CaseInputs, make_inputs
+from interpreter import LARGE_TILES, SMALL_TILES, Tiles, interpreting, is_ready
 from tolerance import faults
 
 from tilestream import dispatch
 from tilestream.backends.cpu import native
 from tilestream.backends.cpu.native import library
 
-__all__ = ["ISAS", "TARGETS", "Target", "assert_right", "each_isa", "needs_native"]
+__all__ = ["FINITE", "ISAS", "TARGETS", "Target", "assert_right", "each_isa", "needs_native", "targets_of"]
 
 
 @dataclass(frozen=True)
@@ -26,20 +32,33 @@ class Target:
 
     backend: str
     isa: str | None = None
+    is_finite: bool = False  # whether all inputs are; else what no query sees is NaN
+    tiles: Tiles = LARGE_TILES  # of interpreted kernels
 
     @property
     def id(self) -> str:
-        return self.backend if self.isa is None else f"{self.backend}[{self.isa}]"
+        detail = self.isa or ("finite" if self.is_finite else "")
+        return f"{self.backend}[{detail}]" if detail else self.backend
+
+    @property
+    def is_interpreted(self) -> bool:
+        return self.backend == "triton" and is_ready()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Calls of `backend` run on this target inside, and a call that the kernels leave to the loop is an error."""
         if self.isa is None:
-            yield
+            with interpreting(self.tiles) if self.is_interpreted else contextlib.nullcontext():
+                yield
             return
         with library.use(self.isa), pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "varlen", _NoLoop)
             yield
+
+    def inputs(self, case: Case, device: torch.device) -> CaseInputs:
+        """The inputs of `case`. Interpreted, every other case is finite: there is no time to run each both ways."""
+        is_turn = self.is_interpreted and zlib.crc32(case.id.encode()) % 2 == 0
+        return make_inputs(case, device, **({"unseen": LARGE} if self.is_finite or is_turn else {}))
 
 
 class _NoLoop:
@@ -55,10 +74,18 @@ class _NoLoop:
 # TILESTREAM_NATIVE_ISA narrows them down, as it does for calls.
 _WANTED = os.environ.get(library.VARIABLE) or None
 ISAS = tuple(isa for isa in library.runnable() if _WANTED in (None, isa))
-TARGETS = (*map(Target, dispatch.BACKENDS), *(Target("native", isa) for isa in ISAS))
+TARGETS = (*map(Target, dispatch.BACKENDS), *(Target("native", isa, is_finite=True) for isa in ISAS))
+
+# Interpreted with small tiles a case has several of every kind, and takes its time: these are for `cases.FEW` alone.
+FINITE = Target("triton", is_finite=True, tiles=SMALL_TILES)
 
 each_isa = pytest.mark.parametrize("isa", ISAS)
 needs_native = pytest.mark.skipif(not ISAS, reason="needs the native kernels")
+
+
+def targets_of(case: Case, is_covering: bool) -> tuple[Target, ...]:
+    """What a case is run on; one of the few covering ones also on `FINITE`, as all are on a GPU."""
+    return (*TARGETS, FINITE) if is_covering or not is_ready() else TARGETS
 
 
 def assert_right(case: Case, isa: str) -> None:

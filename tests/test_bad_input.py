@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +14,8 @@ import torch
 from torch import Tensor
 
 import tilestream
-from tilestream import ArgumentError, DeviceError, DtypeError, ShapeError, TilestreamError, dispatch
+from tilestream import ArgumentError, DeviceError, DtypeError, ShapeError, TilestreamError, UnsupportedError, dispatch
+from tilestream.problem import Problem
 
 _INFINITY = float("inf")
 _NAN = float("nan")
@@ -111,6 +116,10 @@ ROWS: list[Row] = [
     ("causal_string", _dense, {"causal": "lower_right"}, DtypeError, ["causal", "str"]),
     ("scale_nan", _dense, {"scale": _NAN}, ArgumentError, ["scale", "nan"]),
     ("scale_inf", _dense, {"scale": _INFINITY}, ArgumentError, ["scale", "inf"]),
+    ("scale_minus_inf", _dense, {"scale": -_INFINITY}, ArgumentError, ["scale", "-inf"]),
+    ("scale_beyond_float32", _dense, {"scale": 1e39}, ArgumentError, ["scale", "float32", "1e+39"]),
+    ("varlen_scale_nan", _varlen, {"scale": _NAN}, ArgumentError, ["scale", "nan"]),
+    ("scale_nan_by_name", _dense, {"scale": _NAN, "backend": "triton"}, ArgumentError, ["scale", "nan"]),
     ("scale_tensor", _dense, {"scale": torch.tensor(0.5)}, DtypeError, ["scale", "Tensor", "float(scale)"]),
     ("scale_string", _dense, {"scale": "auto"}, DtypeError, ["scale", "str"]),
     ("softcap_negative", _dense, {"softcap": -1.0}, ArgumentError, ["softcap", "-1.0"]),
@@ -174,6 +183,16 @@ ROWS: list[Row] = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any) -> None:
+        raise AssertionError("a backend was called")
+
+    for name in dispatch.BACKENDS:
+        monkeypatch.setattr(dispatch.backend(name), "forward", run)
+
+
+@pytest.mark.usefixtures("_nothing_runs")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_refused_with_a_clear_message(row: Row) -> None:
     _, call, changes, error, words = row
@@ -197,6 +216,50 @@ def _shapes(call: Callable[..., Any], changes: dict[str, Any]) -> dict[str, tupl
     return {name: tuple(changes[name].shape) if name in changes else shape for name, shape in shapes.items()}
 
 
+_needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+
+@_needs_triton
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"head_dim": 520}, "head_dim 520 is above 512"),
+        ({"device_type": "meta"}, "not on meta"),
+        ({"device_type": "mps"}, "not on mps"),
+    ],
+    ids=["dtype", "head_dim", "meta", "mps"],
+)
+def test_triton_by_name_refuses_and_says_what_to_do(changes: dict[str, Any], reason: str) -> None:
+    """Described without tensors, so that it is the same with and without a GPU."""
+    sizes = {"seqlen_q": 8, "num_heads_q": 2, "head_dim": 16, "dtype": torch.float16, "device_type": "cuda", **changes}
+    with pytest.raises(UnsupportedError) as caught:
+        dispatch.choose(Problem.dense(**sizes), "triton")
+    for words in ("backend 'triton' cannot run this call", "cpu can; pass backend=None", reason):
+        assert words in str(caught.value)
+
+
+_ON_A_CPU = """
+import torch, tilestream
+query = torch.randn(1, 3, 1, 16)
+try:
+    tilestream.attention(query, query, query, backend="triton")
+except tilestream.UnsupportedError as error:
+    print(error)
+"""
+
+
+@_needs_triton
+def test_triton_by_name_refuses_a_cpu() -> None:
+    """In a process of its own, because this one may run Triton's interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_A_CPU], env=environment, capture_output=True, text=True, check=True
+    )
+    for words in ("backend 'triton' cannot run this call", "cpu can; pass backend=None", "TRITON_INTERPRET=1"):
+        assert words in done.stdout
+
+
 @pytest.mark.parametrize("call", [_dense, _varlen])
 def test_the_valid_calls_are_valid(call: Callable[..., Any]) -> None:
     assert all(bool(torch.isfinite(tensor).all()) for tensor in call())
@@ -210,7 +273,6 @@ def test_everything_but_tensors_is_keyword_only() -> None:
         tilestream.attention(query, key, value, is_causal=True)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("backend", dispatch.BACKENDS)
 @pytest.mark.parametrize(
     ("shapes", "options"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -17,7 +19,7 @@ import tilestream
 from tilestream.backends.cpu.native import library
 from tilestream.bench.providers import provider_names
 from tilestream.bench.report import read_lines
-from tilestream.cli import demo_model, main, model_worker
+from tilestream.cli import demo_model, doctor, main, model_worker
 from tilestream.cli.console import Console
 
 BAD_INPUTS = {
@@ -36,7 +38,7 @@ BAD_INPUTS = {
     "explain --dropout nan": "dropout_p must be finite",
     "explain --dtype int8": "invalid choice: 'int8'",
     "explain --device toaster": "--device: must be a torch device such as cpu or cuda:0, got 'toaster'",
-    "explain --backend nope": "backend 'nope' does not exist; choose from 'native', 'cpu'",
+    "explain --backend nope": "backend 'nope' does not exist; choose from 'triton', 'native', 'cpu'",
     "explain --varlen 3 4 --seqlen-k 7": "--seqlen-k and --varlen exclude each other",
     "bench --cases nope": "case 'nope' does not exist; choose from full_1k",
     "bench --providers nope": "provider 'nope' does not exist; choose from tilestream",
@@ -121,6 +123,23 @@ def test_doctor_says_which_native_kernels_run(run: Run) -> None:
     native = out.partition("Native CPU kernels")[2].partition("Accelerators")[0]
     for fact in ("in use", "none: isa is 'none', which turns the native kernels off", "compiler"):
         assert fact in native
+
+
+def test_doctor_says_where_triton_kernels_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    code, out, _ = run("doctor")
+    assert code == 0
+    facts = out.partition("Triton kernels")[2].partition("A typical call")[0]
+    for fact in (
+        importlib.metadata.version("triton"),
+        "cache",
+        "on cpu",
+        "on cuda" if torch.cuda.is_available() else "torch sees no GPU",
+    ):
+        assert fact in facts
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert doctor._triton_facts()[0][1].startswith("missing: pip install triton")
 
 
 def test_bench_lists(run: Run) -> None:

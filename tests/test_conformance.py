@@ -5,14 +5,17 @@ What a backend may lose is in tolerance.py.
 
 from __future__ import annotations
 
+import importlib.util
+import platform
 import shutil
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
-from cases import CASES, Case
-from inputs import LARGE, make_inputs
-from targets import ISAS, TARGETS, Target
+from cases import CASES, FEW, Case
+from interpreter import is_ready
+from targets import ISAS, Target, targets_of
 from tolerance import faults, same_bits
 
 from tilestream import dispatch
@@ -24,19 +27,21 @@ from tilestream.backends.cpu.native.isa import COMPILERS, cpu_features, isas_for
 EXPECTED_SKIPS: dict[str, Callable[[Case, str], bool]] = {
     "cpu": lambda case, device_type: False,
     "native": lambda case, device_type: case.dtype == torch.float64 or device_type != "cpu" or not ISAS,
+    "triton": lambda case, device_type: case.dtype == torch.float64 or (device_type == "cpu" and not is_ready()),
 }
+# The targets of a case follow each other, because they share its yardstick.
+_ROWS = [(case, target) for case in CASES for target in targets_of(case, case in FEW)]
 
 
-# The first decorator's values follow each other, so that the targets of a case share its yardstick.
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.id)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(("case", "target"), _ROWS, ids=lambda value: value.id)
 def test_conformance(case: Case, target: Target, device: torch.device) -> None:
     with target.in_use():
         _skip_if_refused(target.backend, case, device)
-        inputs = make_inputs(case, device) if target.isa is None else make_inputs(case, device, unseen=LARGE)
+        inputs = target.inputs(case, device)
         before = inputs.fingerprint()
         result, gradients = inputs.run(target.backend)
-        again, gradients_again = inputs.run(target.backend)
+        # The interpreter runs one program after the other: nothing can differ, and there is no time to see that.
+        again, gradients_again = (result, gradients) if target.is_interpreted else inputs.run(target.backend)
     for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
         assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
     assert all(map(same_bits, result, again)), f"two runs differ: {case}"
@@ -57,6 +62,13 @@ def _skip_if_refused(backend: str, case: Case, device: torch.device) -> None:
     assert (reason is not None) == is_expected, f"expected to be refused: {is_expected}, but supports says {reason!r}"
     if reason is not None:
         pytest.skip(reason)
+
+
+def test_linux_means_interpreted_kernels() -> None:
+    """Without this, a Triton that is gone would look like a machine that has none: everything of triton's is skipped."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        pytest.skip("Triton has no wheel for this machine")
+    assert importlib.util.find_spec("triton") is not None, "`make install` installs it"
 
 
 def test_a_compiler_means_native_kernels() -> None:

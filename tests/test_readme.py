@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +20,15 @@ def tool() -> dict[str, object]:
     return runpy.run_path(str(ROOT / "tools" / "readme.py"))
 
 
-def test_generated_parts_are_up_to_date(tool: dict[str, object]) -> None:
-    assert tool["main"](["--check"]) == 0, "run `make readme`"  # type: ignore[operator]
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="the support matrix is that of an installed Triton"
+)
+def test_generated_parts_are_up_to_date() -> None:
+    """In a process of its own, because in Triton's interpreter, where this one may be, other devices are supported."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "tools" / "readme.py"), "--check"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_part_is_refused(tool: dict[str, object]) -> None:

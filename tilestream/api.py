@@ -9,7 +9,15 @@ from torch import Tensor
 
 from tilestream import ops
 from tilestream.errors import ArgumentError, DtypeError
-from tilestream.problem import AttentionInputs, check_arguments, check_cu_seqlens_values, check_tensors, check_types
+from tilestream.problem import (
+    IS_DEBUGGING,
+    AttentionInputs,
+    assert_cu_seqlens_values,
+    check_arguments,
+    check_cu_seqlens_values,
+    check_tensors,
+    check_types,
+)
 from tilestream.spec import band_limits, default_scale
 from tilestream.state import AttentionOutput
 
@@ -173,7 +181,9 @@ def attention_varlen(
         value: (total_k, num_heads_kv, head_dim_v).
         cu_seqlens_q, cu_seqlens_k: (num_sequences + 1,) int32 on query's device, starting at 0, never decreasing;
             empty sequences are fine. Tokens past the last entry belong to no sequence: they give out 0, lse -inf
-            and no gradient. On a CPU the values are checked; elsewhere they are trusted, to avoid a synchronisation.
+            and no gradient. On a CPU the values are checked; elsewhere they are trusted, to avoid a synchronisation,
+            unless the variable TILESTREAM_DEBUG is 1 when tilestream is imported: then the device checks them, and
+            a wrong one ends the process's use of that device with a message that names the argument.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths, which spare GPU backends some empty work.
         bias: broadcastable to (num_sequences, num_heads_q, max_seqlen_q, max_seqlen_k); sequence b reads the top
             left corner of its own.
@@ -320,6 +330,8 @@ def _varlen(
     check_tensors(inputs, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if _values_are_readable(inputs.cu_seqlens_q) and _values_are_readable(inputs.cu_seqlens_k):
         check_cu_seqlens_values(inputs, max_seqlen_q, max_seqlen_k)
+    elif IS_DEBUGGING:
+        assert_cu_seqlens_values(inputs, max_seqlen_q, max_seqlen_k)
     return ops.apply(_draw_seed(inputs, options), _numbers(inputs, options, None, max_seqlen_q, max_seqlen_k))
 
 

@@ -26,8 +26,8 @@ __all__ = [
 
 # In order of preference; each names a module with a `BACKEND` object, imported when it is first asked.
 _MODULES = {
-    "triton": "tilestream.backends.triton",
     "native": "tilestream.backends.cpu.native",
+    "triton": "tilestream.backends.triton",
     "cpu": "tilestream.backends.cpu",
 }
 BACKENDS = tuple(_MODULES)

@@ -8,7 +8,7 @@ operator returns tensors only. The backward chooses its backend anew: (out, lse)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ __all__ = ["PLAIN_TYPES", "Numbers", "apply"]
 # Tensors without behaviour of their own: no fakes, no wrappers.
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
+_EAGER_DEVICES = ("cpu", "cuda")
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
@@ -117,23 +118,25 @@ _NUMBERS = (
 
 def apply(inputs: AttentionInputs, numbers: Numbers) -> AttentionOutput:
     """Run the operator on validated inputs; differentiable in query, key, value, bias and sinks."""
-    if _needs_no_operator(inputs):
-        return AttentionOutput(*_attention(*inputs, *numbers))
-    return AttentionOutput(*_call("attention", *inputs, *numbers))
+    if not _is_eager(inputs):
+        return AttentionOutput(*_call("attention", *inputs, *numbers))
+    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs]):
+        return AttentionOutput(*_EagerAttention.apply(*inputs, *numbers))
+    return AttentionOutput(*_attention(*inputs, *numbers))
 
 
-def _needs_no_operator(inputs: AttentionInputs) -> bool:
-    """Whether nobody is there to see an operator: plain CPU tensors, no gradient, transform, mode, trace or profiler.
+def _is_eager(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether nobody is there to see an operator: plain tensors, no transform, mode, trace or profiler.
 
-    PyTorch's dispatch of an operator written in Python takes longer (30 us) than attention over a few tokens.
+    PyTorch's dispatch of an operator written in Python takes longer (30 us) than attention over a few tokens, or than
+    the launch of a kernel.
     """
-    if torch.compiler.is_compiling() or inputs.query.device.type != "cpu":
+    if torch.compiler.is_compiling():
         return False
-    wants_gradients = torch.is_grad_enabled()
-    for x in inputs:
+    for x in tensors:
         if x is None:
             continue
-        if type(x) not in PLAIN_TYPES or (wants_gradients and x.requires_grad):
+        if type(x) not in PLAIN_TYPES or x.device.type not in _EAGER_DEVICES:
             return False
         # What the dispatcher makes real first: a lazily negated tensor, and one that stands for zeros.
         if x.is_neg() or x._is_zerotensor():
@@ -211,19 +214,31 @@ def _attention_autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> t
     if dout is None and dlse is None:
         return (None,) * num_gradients
     needs_dbias, needs_dsinks = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
-    dq, dk, dv, dbias, dsinks = _call(
-        "attention_backward",
-        torch.zeros_like(out) if dout is None else dout,
-        dlse,
-        *tensors,
-        *ctx.numbers,
-        out,
-        lse,
-        needs_dbias,
-        needs_dsinks,
-    )
+    dout = torch.zeros_like(out) if dout is None else dout
+    arguments = (dout, dlse, *tensors, *ctx.numbers, out, lse, needs_dbias, needs_dsinks)
+    # With gradients enabled the backward is itself to be differentiated.
+    if not torch.is_grad_enabled() and _is_eager((dout, dlse, *tensors, out, lse)):
+        dq, dk, dv, dbias, dsinks = _backward(*arguments)
+    else:
+        dq, dk, dv, dbias, dsinks = _call("attention_backward", *arguments)
     gradients = (dq, dk, dv, dbias if needs_dbias else None, None, dsinks if needs_dsinks else None)
     return gradients + (None,) * (num_gradients - len(gradients))
+
+
+class _EagerAttention(torch.autograd.Function):
+    """The operator's forward and derivative without the operator."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Of the operator's arguments."""
+        output = _attention(*arguments)
+        _attention_setup(ctx, arguments, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Of (out, lse)."""
+        return _attention_autograd(ctx, *cotangents)
 
 
 # ---- backward

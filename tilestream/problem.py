@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,10 +17,12 @@ from tilestream.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from tilestream.spec import AttentionSpec, default_scale
 
 __all__ = [
+    "IS_DEBUGGING",
     "AttentionInputs",
     "DoubleGradients",
     "Gradients",
     "Problem",
+    "assert_cu_seqlens_values",
     "check_arguments",
     "check_cu_seqlens_values",
     "check_tensors",
@@ -26,6 +30,8 @@ __all__ = [
     "crop_bias",
 ]
 
+# Read once, at import, so that no call pays for it and no graph of torch.compile depends on the environment.
+IS_DEBUGGING = os.environ.get("TILESTREAM_DEBUG") == "1"
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LARGEST_NUMBER = 3.4e38
 _LARGEST_INT = 2**62
@@ -96,6 +102,14 @@ class Problem:
     total_q: int = 0
     total_k: int = 0
     is_backward: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Made once: plans of calls are looked up by it, and its fields take longer to hash than a kernel to launch."""
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     @property
     def group(self) -> int:
@@ -279,25 +293,71 @@ def check_tensors(inputs: AttentionInputs, *, max_seqlen_q: int | None = None, m
 
 def check_cu_seqlens_values(inputs: AttentionInputs, max_seqlen_q: int | None, max_seqlen_k: int | None) -> None:
     """Validate the *values* of cu_seqlens; only for tensors whose values cost no synchronisation (CPU)."""
-    query, key, bias = inputs.query, inputs.key, inputs.bias
-    for name, cu_seqlens, total, limit, axis in (
-        ("q", inputs.cu_seqlens_q, query.shape[0], max_seqlen_q, 2),
-        ("k", inputs.cu_seqlens_k, key.shape[0], max_seqlen_k, 3),
-    ):
-        assert cu_seqlens is not None
-        starts = cu_seqlens.tolist()
+    for side in _packed_sides(inputs, max_seqlen_q, max_seqlen_k):
+        name, starts, limit = side.name, side.cu_seqlens.tolist(), side.limit
         lengths = [stop - start for start, stop in itertools.pairwise(starts)]
         longest = max(lengths, default=0)
         if starts[0] != 0 or min(lengths, default=0) < 0:
             raise ArgumentError(f"cu_seqlens_{name} must start at 0 and never decrease, got {_shorten(starts)}.")
-        if starts[-1] > total:
-            raise ArgumentError(f"cu_seqlens_{name} ends at {starts[-1]}, beyond the {total} tokens of the tensor.")
+        if starts[-1] > side.total:
+            raise ArgumentError(
+                f"cu_seqlens_{name} ends at {starts[-1]}, beyond the {side.total} tokens of the tensor."
+            )
         if limit is not None and longest > limit:
             raise ArgumentError(f"max_seqlen_{name} is {limit}, but the longest sequence has {longest} tokens.")
-        if bias is not None and bias.shape[axis] not in (1,) and bias.shape[axis] < longest:
+        if side.bias_size is not None and side.bias_size < longest:
+            assert inputs.bias is not None
             raise ShapeError(
-                f"bias is too small for sequences of {longest} tokens in seqlen_{name}: bias {tuple(bias.shape)}."
+                f"bias is too small for sequences of {longest} tokens in seqlen_{name}:"
+                f" bias {tuple(inputs.bias.shape)}."
             )
+
+
+def assert_cu_seqlens_values(inputs: AttentionInputs, max_seqlen_q: int | None, max_seqlen_k: int | None) -> None:
+    """The same conditions where the values are, without a synchronisation. For debugging: it takes a few launches, and
+    a condition that does not hold ends the device's context.
+
+    The messages hold no numbers, because torch.compile keeps them as they are when it traces.
+    """
+    for side in _packed_sides(inputs, max_seqlen_q, max_seqlen_k):
+        name, starts, stops = side.name, side.cu_seqlens[:-1], side.cu_seqlens[1:]
+        conditions = [
+            (side.cu_seqlens[0] == 0, f"cu_seqlens_{name} must start at 0"),
+            # No difference: it could overflow.
+            ((stops >= starts).all(), f"cu_seqlens_{name} must never decrease"),
+            (side.cu_seqlens[-1] <= side.total, f"cu_seqlens_{name} ends beyond the tokens of the tensor"),
+        ]
+        if side.limit is not None:
+            is_short = (stops - starts <= side.limit).all()
+            conditions.append((is_short, f"max_seqlen_{name} is less than the longest sequence of cu_seqlens_{name}"))
+        if side.bias_size is not None:
+            fits = (stops - starts <= side.bias_size).all()
+            conditions.append((fits, f"bias is too small for the longest sequence of cu_seqlens_{name}"))
+        for condition, message in conditions:
+            torch._assert_async(condition, f"tilestream: {message}.")
+
+
+class _PackedSide(NamedTuple):
+    """The queries or the keys of a packed call, as the checks of cu_seqlens see them."""
+
+    name: str
+    cu_seqlens: Tensor
+    total: int
+    limit: int | None
+    bias_size: int | None  # None: there is no bias, or it is broadcast
+
+
+def _packed_sides(
+    inputs: AttentionInputs, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> tuple[_PackedSide, ...]:
+    query, key, bias = inputs.query, inputs.key, inputs.bias
+    assert inputs.cu_seqlens_q is not None
+    assert inputs.cu_seqlens_k is not None
+    size_q, size_k = (None if bias is None or bias.shape[axis] == 1 else bias.shape[axis] for axis in (2, 3))
+    return (
+        _PackedSide("q", inputs.cu_seqlens_q, query.shape[0], max_seqlen_q, size_q),
+        _PackedSide("k", inputs.cu_seqlens_k, key.shape[0], max_seqlen_k, size_k),
+    )
 
 
 def crop_bias(bias: Tensor, sequences: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:

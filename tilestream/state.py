@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilestream.errors import ArgumentError, DtypeError, ShapeError, describe_shapes
 
-__all__ = ["AttentionOutput", "SoftmaxState", "exp_", "finite_or_zero", "merge"]
+__all__ = ["AttentionOutput", "SoftmaxState", "exp_", "finite_or_zero", "merge", "sink_gradient"]
 
 _NEGATIVE_INFINITY = float("-inf")
 # exp(log(smallest)) comes back within this factor of `smallest`.
@@ -43,6 +43,15 @@ def exp_(x: Tensor) -> Tensor:
 def finite_or_zero(row_max: Tensor) -> Tensor:
     """`row_max` with -inf replaced by 0: what to subtract so that a row without keys gives exp(-inf) = 0, not NaN."""
     return row_max.masked_fill(row_max == _NEGATIVE_INFINITY, 0.0)
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink is a key of value 0: its probability times (0 - delta), summed over all rows of its head.
+
+    `sinks` (heads,); `lse`, with 0 for rows without keys, and `delta` (..., heads, rows).
+    """
+    by_head = ((sinks[:, None] - lse).exp_() * delta).sum(dim=-1)
+    return -by_head.sum_to_size(sinks.shape)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from pathlib import Path
@@ -59,8 +60,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     console.table(("fact", "value"), dispatch.native_report())
     console.heading("Accelerators")
     console.table(("device", "what it is"), _accelerators() or [("none", "torch sees no GPU")])
+    console.heading("Triton kernels")
+    console.table(("fact", "value"), _triton_facts())
     for device_type in _device_types():
-        dtype = torch.float32 if device_type == "cpu" else torch.bfloat16
+        dtype = _typical_dtype(device_type)
         name = str(dtype).removeprefix("torch.")
         console.heading(f"A typical call on {device_type}: 4096 tokens, 32 heads over 8, head_dim 128, {name}, causal")
         describe_backends(console, dispatch.explain(typical_problem(device_type, dtype)))
@@ -114,3 +117,24 @@ def _accelerators() -> list[tuple[str, str]]:
             rows.append((f"cuda:{index}", f"{facts.name}, {memory}, {capability}, {facts.multi_processor_count} SMs"))
         return rows
     return [(device_type, platform.machine()) for device_type in _device_types() if device_type != "cpu"]
+
+
+def _triton_facts() -> list[tuple[str, str]]:
+    """Triton's version and cache, and by type of device whether its kernels run there; they have no other needs."""
+    if importlib.util.find_spec("triton") is None:
+        return [("Triton", "missing: pip install triton (Linux), or a torch that brings it")]
+    import triton
+
+    rows = [("Triton", triton.__version__), ("cache", f"{triton.knobs.cache.dir} (tilestream warmup fills it)")]
+    device_types = _device_types()
+    for device_type in device_types:
+        problem = typical_problem(device_type, _typical_dtype(device_type))
+        ((_, reason),) = dispatch.explain(problem, "triton").reasons
+        rows.append((f"on {device_type}", "runs" if reason is None else f"does not run: {reason}"))
+    if device_types == ["cpu"]:
+        rows.append(("on a GPU", "does not run: torch sees no GPU"))
+    return rows
+
+
+def _typical_dtype(device_type: str) -> torch.dtype:
+    return torch.float32 if device_type == "cpu" else torch.bfloat16

@@ -24,10 +24,10 @@ from tilestream.backends.cpu.forward import scaled_dot_products
 from tilestream.backends.cpu.layout import Chunk, DenseCall, chunks, compute_dtype, pack_rows, tile_shape
 from tilestream.backends.cpu.score import ScoreTile, add_product, is_tame
 from tilestream.problem import Gradients
-from tilestream.state import AttentionOutput, exp_, finite_or_zero
+from tilestream.state import AttentionOutput, exp_, finite_or_zero, sink_gradient
 from tilestream.tiles import tile_row
 
-__all__ = ["backward", "sink_gradient"]
+__all__ = ["backward"]
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,6 @@ def _add_sink_gradient(call: DenseCall, chunk: Chunk, rows: _Rows, dsinks: Tenso
     by_head = (chunk.num_batch, chunk.num_heads_kv * chunk.group, num_rows)
     sinks = call.sinks[chunk.heads].to(dsinks.dtype)
     dsinks[chunk.heads] += sink_gradient(sinks, rows.lse_m.view(by_head), rows.delta_m.view(by_head))
-
-
-def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink is a key of value 0: its probability times (0 - delta), summed over all rows of its head.
-
-    `sinks` (heads,); `lse`, with 0 for rows without keys, and `delta` (..., heads, rows).
-    """
-    by_head = ((sinks[:, None] - lse).exp_() * delta).sum(dim=-1)
-    return -by_head.sum_to_size(sinks.shape)
 
 
 def _store_key_gradients(chunk: Chunk, keys: _Keys, dk: Tensor, dv: Tensor) -> None:

@@ -42,6 +42,7 @@ from tilestream.backends.triton.tiles import (
     locate,
     next_row_offsets,
     numbers_at,
+    padded_rows,
     query_ranges,
     row_heads,
     row_lse,
@@ -55,9 +56,11 @@ __all__ = ["delta_kernel", "exact_key_kernel", "exact_query_kernel", "key_kernel
 
 @triton.jit(do_not_specialize=["numbers"])
 def delta_kernel(tensors, numbers, facts: tl.constexpr):
-    """delta = rowsum(out * dout) - dlse of a tile of packed rows."""
-    tile, head_kv, batch, _ = tile_index(numbers, facts)
+    """delta = rowsum(out * dout) - dlse of a tile of packed rows; once more, with lse, as key_kernel reads them."""
+    tile, head_kv, batch, _split = tile_index(numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
+    if tile * facts.block_m >= sequence.seqlen_q * facts.group:
+        return
     rows = tile * facts.block_m + tl.arange(0, facts.block_m)
     rows_inside = rows < sequence.seqlen_q * facts.group
     e = tl.arange(0, facts.block_dv)
@@ -70,6 +73,9 @@ def delta_kernel(tensors, numbers, facts: tl.constexpr):
     if facts.has_dlse:
         delta -= tl.load(tensors.dlse + places, rows_inside, other=0.0)
     tl.store(tensors.delta + places, delta, rows_inside)
+    padded = padded_rows(sequence, numbers, facts) + rows
+    tl.store(tensors.row_lse + padded, row_lse(rows, rows_inside, sequence, tensors, numbers, facts))
+    tl.store(tensors.row_delta + padded, delta)
 
 
 @triton.jit
@@ -78,7 +84,7 @@ def _row_delta(rows, rows_inside, sequence, tensors, numbers, facts: tl.constexp
 
 
 @triton.jit
-def _score_gradient(s, capped, dp, keep, lse_log2, delta, may_hide, numbers, facts: tl.constexpr):
+def _score_gradient(s, capped, dp, keep, lse_log2, delta, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
     """(P after dropout, dS of the scaled dot products) of one tile, either way round; `keep` only with dropout."""
     p = probabilities(s, lse_log2, numbers, facts)
     kept = p
@@ -86,7 +92,7 @@ def _score_gradient(s, capped, dp, keep, lse_log2, delta, may_hide, numbers, fac
         kept = tl.where(keep, p * numbers.keep_scale, 0.0)
         dp = tl.where(keep, dp * numbers.keep_scale, 0.0)
     ds = score_derivative(p * (dp - delta), capped, facts)
-    if may_hide or facts.has_bias:
+    if EXACT:
         # P is 0 there, but the rest may be what an invisible key holds.
         ds = tl.where(s == float("-inf"), 0.0, ds)
     return kept, ds
@@ -101,6 +107,7 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
     dv = tl.full([facts.block_n, facts.block_dv], 0.0, tl.float32)
     q_first = row_offsets(m, sequence, numbers.q_strides, facts)
     dout_first = row_offsets(m, sequence, numbers.dout_strides, facts)
+    padded = padded_rows(sequence, numbers, facts)
     for m_start in tl.range(ranges.lo, ranges.hi, facts.block_m):
         rows = m_start + m
         i, head = row_heads(rows, sequence, facts)
@@ -110,13 +117,13 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
             slopes = row_slopes(rows, sequence, tensors, numbers, facts)
         q_offsets = next_row_offsets(q_first, rows, m_start, sequence, numbers.q_strides, facts)
         q_m = load_tile(tensors.q + q_offsets[:, None] + d[None, :], rows_inside, d, facts.head_dim, facts.block_d)
-        lse_log2 = row_lse(rows, rows_inside, sequence, tensors, numbers, facts)
-        delta = _row_delta(rows, rows_inside, sequence, tensors, numbers, facts)
-        may_hide = EXACT or is_partial(m_start, ranges)
+        lse_log2 = tl.load(tensors.row_lse + padded + rows)
+        delta = tl.load(tensors.row_delta + padded + rows)
+        masked = EXACT or (facts.is_band and is_partial(m_start, ranges))
         s_nm = tl.dot(k_n, tl.trans(q_m), input_precision=facts.precision)
         s_nm, capped = score_tile(
             s_nm, i[None, :], j[:, None], head[None, :], slopes[None, :], rows_inside[None, :], sequence, tensors,
-            numbers, may_hide, facts,
+            numbers, masked, facts,
         )  # fmt: skip
         dout_offsets = next_row_offsets(dout_first, rows, m_start, sequence, numbers.dout_strides, facts)
         dout_rows = tensors.dout + dout_offsets[:, None] + e[None, :]
@@ -126,7 +133,7 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
         if facts.has_dropout:
             keep = tl.trans(keep_tile(rows, n_start, sequence, tensors, numbers, facts).to(tl.int8)) != 0
         kept_nm, ds_nm = _score_gradient(
-            s_nm, capped, dp_nm, keep, lse_log2[None, :], delta[None, :], may_hide, numbers, facts
+            s_nm, capped, dp_nm, keep, lse_log2[None, :], delta[None, :], numbers, facts, EXACT
         )
         if EXACT:
             visible = s_nm != float("-inf")
@@ -140,7 +147,7 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
 
 @triton.jit
 def _key_program(tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
-    tile, head_kv, batch, _ = tile_index(numbers, facts)
+    tile, head_kv, batch, _split = tile_index(numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=True)
     n_start = tile * facts.block_n
     if n_start < sequence.seqlen_k:
@@ -195,19 +202,17 @@ def _query_loop(
     for n_start in tl.range(ranges.lo, ranges.hi, facts.block_n):
         k_n = load_keys(keys, n_start, sequence, numbers.k_strides, facts, facts.head_dim, facts.block_d)
         v_n = load_keys(values, n_start, sequence, numbers.v_strides, facts, facts.head_dim_v, facts.block_dv)
-        may_hide = EXACT or is_partial(n_start, ranges)
+        masked = EXACT or is_partial(n_start, ranges)
         s_mn = tl.dot(q_m, tl.trans(k_n), input_precision=facts.precision)
         s_mn, capped = score_tile(
             s_mn, i[:, None], (n_start + n)[None, :], head[:, None], slopes[:, None], rows_inside[:, None], sequence,
-            tensors, numbers, may_hide, facts,
+            tensors, numbers, masked, facts,
         )  # fmt: skip
         dp_mn = tl.dot(dout_m, tl.trans(v_n), input_precision=facts.precision)
         keep = s_mn
         if facts.has_dropout:
             keep = keep_tile(rows, n_start, sequence, tensors, numbers, facts)
-        _, ds_mn = _score_gradient(
-            s_mn, capped, dp_mn, keep, lse_log2[:, None], delta[:, None], may_hide, numbers, facts
-        )
+        _, ds_mn = _score_gradient(s_mn, capped, dp_mn, keep, lse_log2[:, None], delta[:, None], numbers, facts, EXACT)
         if EXACT:
             dq += exact_product(ds_mn, s_mn != float("-inf"), k_n, facts)
         else:
@@ -217,7 +222,7 @@ def _query_loop(
 
 @triton.jit
 def _query_program(tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
-    tile, head_kv, batch, _ = tile_index(numbers, facts)
+    tile, head_kv, batch, _split = tile_index(numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
     m_start = tile * facts.block_m
     num_rows = sequence.seqlen_q * facts.group

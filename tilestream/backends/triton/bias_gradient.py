@@ -2,9 +2,9 @@
 
 Computes   sums of dS over the tiles that share entries of the bias, in a fixed order.
 Algorithm  dS = P * (dout V^T - delta), P made again from lse, as in `backward`.
-Schedule   a program per tile of bias entries; it goes over the batch entries, the heads, the queries or the keys that the
-           entries are broadcast to, one after the other. A kernel of its own, because only then does every entry have
-           one program that adds to it: no atomic sums, and O(bias) memory.
+Schedule   a program per tile of bias entries; it goes over the batch entries, heads, queries or keys that the entries
+           are broadcast to, one after the other. A kernel of its own, because only then does every entry have one
+           program that adds to it: no atomic sums, and O(bias) memory.
 Traffic    reads Q, K, V, dout, lse and delta of every tile it visits, writes the bias gradient once.
 On chip    q, k, v, dout of one tile in shared memory; s_mn, dp_mn and the sums in registers.
 Numerics   sums in float32.
@@ -18,10 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.backends.triton.score import keep_tile, probabilities, row_slopes, score_derivative, score_tile
+from tilestream.backends.triton.score import keep_tile, probabilities, row_slopes, score_tile
 from tilestream.backends.triton.tiles import (
     key_offsets,
-    key_ranges,
     load_tile,
     numbers_at,
     row_lse,
@@ -53,7 +52,7 @@ def _tile_gradient(m_start, n_start, head, sequence, tensors, numbers, facts: tl
     if facts.has_alibi:
         slopes = row_slopes(rows, sequence, tensors, numbers, facts)
     s_mn = tl.dot(q_m, tl.trans(k_n), input_precision=facts.precision)
-    s_mn, _ = score_tile(
+    s_mn, _capped = score_tile(
         s_mn,
         i[:, None],
         j[None, :],
@@ -89,9 +88,13 @@ def bias_kernel(tensors, numbers, facts: tl.constexpr):
     head_stop = numbers.num_heads_kv * facts.group if heads == 1 else first_head + 1
     batch_stop = numbers.batch if numbers.dbias_shape[0] == 1 else first_batch + 1
     total = tl.full([facts.block_m, facts.block_n], 0.0, tl.float32)
-    for batch in range(first_batch, batch_stop):
-        for head in range(first_head, head_stop):
-            sequence = sequence_of(batch, head // facts.group, tensors, numbers, facts, False)
+    # Assigned anew, because the interpreter counts in Python's numbers and makes tensors of what is assigned.
+    for batch_index in range(first_batch, batch_stop):
+        batch = batch_index
+        for head_index in range(first_head, head_stop):
+            head = head_index
+            head_kv = head // facts.group
+            sequence = sequence_of(batch, head_kv, tensors, numbers, facts, False)
             m_lo = m_tile * facts.block_m
             n_lo = n_tile * facts.block_n
             m_hi = sequence.seqlen_q if facts.sums_rows else tl.minimum(m_lo + 1, sequence.seqlen_q)

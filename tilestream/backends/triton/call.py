@@ -5,7 +5,6 @@ A changed length changes numbers only, and numbers are not specialised on, so it
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -14,16 +13,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilestream.backends.triton.configs import Config
+from tilestream.backends.triton.configs import Config, padded
 from tilestream.dropout import keep_threshold
-from tilestream.problem import AttentionInputs, Problem
+from tilestream.problem import Problem
 
-__all__ = ["Facts", "Numbers", "Tensors", "facts_of", "numbers_of", "num_key_tiles", "num_row_tiles"]
+__all__ = [
+    "NUM_SIZES",
+    "Facts",
+    "Numbers",
+    "Tensors",
+    "facts_of",
+    "layout_of",
+    "num_key_tiles",
+    "num_row_tiles",
+    "sizes_of",
+]
 
 # Positions and edges stay within 32 bits: an edge beyond every position is as good as one further away.
 _FARTHEST = 2**29
 _LOG2E = math.log2(math.e)
 _BYTES_AT_ONCE = 16
+_NUM_ROW_TENSORS = 8
 
 
 class Tensors(NamedTuple):
@@ -50,45 +60,51 @@ class Tensors(NamedTuple):
     out_parts: Tensor | None = None
     lse_parts: Tensor | None = None
     flags: Tensor | None = None
+    row_lse: Tensor | None = None
+    row_delta: Tensor | None = None
 
 
 class Numbers(NamedTuple):
-    """Sizes, strides and factors. Strides are of (batch, token, head), in units of `Facts.unit` elements."""
+    """Sizes and factors, which follow from the problem; then strides of (batch, token, head), in `Facts.unit` units."""
 
-    num_tiles: int
-    num_programs: int
-    num_splits: int
-    split_keys: int
-    num_rows: int
-    num_heads_kv: int
-    batch: int
-    num_steps: int
-    seqlen_q: int
-    seqlen_k: int
-    total_q: int
-    total_k: int
-    left: int
-    right: int
-    left_edge: int
-    right_edge: int
-    shift: int
-    scale: float
-    scale_log2: float
-    softcap_in: float
-    softcap_out: float
-    keep_threshold: int
-    keep_scale: float
-    slopes_stride: int
-    bias_strides: tuple[int, ...]
-    q_strides: tuple[int, ...]
-    k_strides: tuple[int, ...]
-    v_strides: tuple[int, ...]
+    num_tiles: int = 0
+    num_programs: int = 0
+    num_splits: int = 1
+    split_keys: int = 0
+    num_rows: int = 0
+    row_tiles: int = 0
+    num_heads_kv: int = 0
+    batch: int = 0
+    num_steps: int = 0
+    seqlen_q: int = 0
+    seqlen_k: int = 0
+    total_q: int = 0
+    total_k: int = 0
+    left: int = 0
+    right: int = 0
+    left_edge: int = 0
+    right_edge: int = 0
+    shift: int = 0
+    scale: float = 0.0
+    scale_log2: float = 0.0
+    softcap_in: float = 0.0
+    softcap_out: float = 0.0
+    keep_threshold: int = 0
+    keep_scale: float = 0.0
+    dbias_shape: tuple[int, ...] = (0, 0, 0, 0)
+    slopes_stride: int = 0
+    bias_strides: tuple[int, ...] = (0, 0, 0, 0)
+    q_strides: tuple[int, ...] = (0, 0, 0)
+    k_strides: tuple[int, ...] = (0, 0, 0)
+    v_strides: tuple[int, ...] = (0, 0, 0)
     out_strides: tuple[int, ...] = (0, 0, 0)
     dout_strides: tuple[int, ...] = (0, 0, 0)
     dq_strides: tuple[int, ...] = (0, 0, 0)
     dk_strides: tuple[int, ...] = (0, 0, 0)
     dv_strides: tuple[int, ...] = (0, 0, 0)
-    dbias_shape: tuple[int, ...] = (1, 1, 1, 1)
+
+
+NUM_SIZES = Numbers._fields.index("slopes_stride")
 
 
 @dataclass(frozen=True)
@@ -120,9 +136,12 @@ class Facts:
     flags: bool = False
     sums_rows: bool = False
     sums_keys: bool = False
+    # Rows of a tile of `tiles.padded_rows`.
+    row_block: int = 1
+    is_band: bool = False
 
 
-def facts_of(problem: Problem, config: Config, unit: int, **more: bool) -> Facts:
+def facts_of(problem: Problem, config: Config, unit: int, **more: Any) -> Facts:
     """The facts of one kernel of a call; `more` are its own."""
     spec = problem.spec
     return Facts(
@@ -137,6 +156,7 @@ def facts_of(problem: Problem, config: Config, unit: int, **more: bool) -> Facts
         is_varlen=problem.layout == "varlen",
         has_left=spec.band.left is not None,
         has_right=spec.band.right is not None,
+        is_band=not spec.band.is_unlimited,
         has_softcap=spec.softcap > 0,
         has_alibi=spec.has_alibi,
         has_bias=spec.has_bias,
@@ -150,51 +170,22 @@ def facts_of(problem: Problem, config: Config, unit: int, **more: bool) -> Facts
 
 
 def _precision(problem: Problem) -> str:
-    """How the matrix units take float32: as PyTorch's own products, exactly unless the user allows less."""
-    allows_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if problem.dtype == torch.float32 and allows_tf32 else "ieee"
+    """How the matrix units take float32: exactly, as PyTorch's own products, unless the user allows them less.
 
-
-def padded(width: int) -> int:
-    """A head dimension as it is on chip: a power of two that the matrix units take."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
-def common_unit(*tensors: Tensor) -> int:
-    """Elements in 16 bytes where every row of every tensor starts at a multiple of that, else 1."""
-    unit = _BYTES_AT_ONCE // tensors[0].element_size()
-    for x in tensors:
-        if x.data_ptr() % _BYTES_AT_ONCE or any(stride % unit for stride in x.stride()[:-1]):
-            return 1
-    return unit
-
-
-def numbers_of(problem: Problem, inputs: AttentionInputs, unit: int, **more: Any) -> Numbers:
-    """The numbers of one kernel of a call; `more` are its own strides and tiles."""
-    return _numbers(problem)._replace(
-        slopes_stride=inputs.alibi_slopes.stride(0)
-        if inputs.alibi_slopes is not None and inputs.alibi_slopes.dim() == 2
-        else 0,
-        bias_strides=_broadcast_strides(inputs.bias),
-        q_strides=strides_of(inputs.query, unit),
-        k_strides=strides_of(inputs.key, unit),
-        v_strides=strides_of(inputs.value, unit),
-        **more,
-    )
+    Six products of bfloat16 parts hold all 24 bits of an operand; their sums lose less than those of products that round
+    as IEEE says, at a third of the time (docs/measured-facts.md).
+    """
+    if problem.dtype != torch.float32 or problem.device_type != "cuda" or torch.version.hip is not None:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"
 
 
 @functools.lru_cache(maxsize=1024)
-def _numbers(problem: Problem) -> Numbers:
+def sizes_of(problem: Problem) -> Numbers:
+    """The numbers that follow from the problem."""
     spec = problem.spec
-    left = min(spec.band.left or 0, _FARTHEST)
-    right = min(spec.band.right or 0, _FARTHEST)
     shift = problem.shift or 0
-    nearby = max(-_FARTHEST, min(shift, _FARTHEST))
     return Numbers(
-        num_tiles=0,
-        num_programs=0,
-        num_splits=1,
-        split_keys=0,
         num_rows=problem.total_q * problem.num_heads_q,
         num_heads_kv=problem.num_heads_kv,
         batch=problem.batch,
@@ -203,36 +194,46 @@ def _numbers(problem: Problem) -> Numbers:
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,
         total_k=problem.total_k,
-        left=left,
-        right=right,
+        left=min(spec.band.left or 0, _FARTHEST),
+        right=min(spec.band.right or 0, _FARTHEST),
         left_edge=max(-_FARTHEST, min(shift - (spec.band.left or 0), _FARTHEST)),
         right_edge=max(-_FARTHEST, min(shift + (spec.band.right or 0), _FARTHEST)),
-        shift=shift if spec.has_alibi else nearby,
+        shift=shift,
         scale=spec.scale,
         scale_log2=spec.scale * _LOG2E,
         softcap_in=spec.scale / spec.softcap if spec.softcap > 0 else 0.0,
         softcap_out=spec.softcap * _LOG2E,
-        keep_threshold=keep_threshold(spec.dropout_p),
+        keep_threshold=min(keep_threshold(spec.dropout_p), 2**32 - 1),
         keep_scale=1.0 / (1.0 - spec.dropout_p),
-        slopes_stride=0,
-        bias_strides=(0, 0, 0, 0),
-        q_strides=(0, 0, 0),
-        k_strides=(0, 0, 0),
-        v_strides=(0, 0, 0),
     )
 
 
-def strides_of(x: Tensor, unit: int) -> tuple[int, int, int]:
-    """Strides of batch, token and head in units; a packed tensor has no batch."""
-    batch, token, head = (0, *x.stride()[:-1]) if x.dim() == 3 else x.stride()[:-1]
-    return batch // unit, token // unit, head // unit
+def layout_of(bias: Tensor | None, slopes: Tensor | None, rows: tuple[Tensor, ...]) -> tuple[int, tuple[Any, ...]]:
+    """(unit, strides): what an element step of the rows' strides is, and the numbers from `NUM_SIZES` on.
+
+    Args:
+        rows: q, k, v, out and, in a backward, dout, dq, dk, dv.
+    """
+    unit = _BYTES_AT_ONCE // rows[0].element_size()
+    are_aligned = all([x.data_ptr() % _BYTES_AT_ONCE == 0 for x in rows])
+    unit, strides = _row_strides(unit if are_aligned else 1, tuple([x.stride() for x in rows]))
+    slopes_stride = slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
+    return unit, (slopes_stride, _broadcast_strides(bias), *strides)
 
 
-def _broadcast_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
+@functools.lru_cache(maxsize=1024)
+def _row_strides(unit: int, strides: tuple[tuple[int, ...], ...]) -> tuple[int, tuple[Any, ...]]:
+    if any(step % unit for row in strides for step in row[:-1]):
+        unit = 1
+    # A packed tensor has no batch.
+    found = [tuple(step // unit for step in ((0, *row) if len(row) == 3 else row)[:-1]) for row in strides]
+    return unit, tuple(found + [(0, 0, 0)] * (_NUM_ROW_TENSORS - len(found)))
+
+
+def _broadcast_strides(bias: Tensor | None) -> tuple[int, ...]:
     if bias is None:
         return 0, 0, 0, 0
-    batch, head, row, key = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
-    return batch, head, row, key
+    return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
 
 
 def num_row_tiles(problem: Problem, block_m: int) -> int:

@@ -1,7 +1,7 @@
-"""Tile shapes, warps and pipeline stages by kernel, head dimension and dtype: what was measured best on an H200.
+"""Tile shapes, warps and pipeline stages by kernel, head dimension, dtype and features: measured best on an H200.
 
-They depend on no length, so that a changed length compiles nothing; but a handful of packed rows (decoding) has tiles of
-its own.
+They depend on no length, so that a changed length compiles nothing; but a handful of packed rows (decoding) has tiles
+of its own. GPUs with little shared memory have smaller tiles, which were compiled and not measured.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from tilestream.problem import Problem
 
-__all__ = ["FEW_ROWS", "Config", "config_for"]
+__all__ = ["Config", "config_for", "num_splits", "padded"]
 
 # Packed rows up to which a call has small row tiles and splits its keys.
-FEW_ROWS = 16
+_FEW_ROWS = 16
 # Programs that a processor runs side by side, and what a split is worth at least.
 _PROGRAMS_EACH = 2
 _FEWEST_KEY_TILES = 4
@@ -29,40 +29,85 @@ class Config:
     num_stages: int
 
 
-# By the larger head dimension on chip, for 16-bit inputs: kernel -> Config.
-_HALF = {
-    64: {"forward": Config(64, 64, 4, 3), "key": Config(32, 64, 4, 3), "query": Config(64, 64, 4, 3)},
-    128: {"forward": Config(64, 64, 4, 3), "key": Config(32, 64, 4, 3), "query": Config(64, 64, 4, 2)},
-    256: {"forward": Config(64, 64, 8, 2), "key": Config(32, 64, 8, 2), "query": Config(64, 32, 8, 2)},
-    512: {"forward": Config(32, 32, 8, 2), "key": Config(16, 32, 8, 1), "query": Config(32, 32, 8, 1)},
+_Table = dict[int, dict[str, Config]]
+
+# Kernel -> Config, by the larger head dimension on chip. 16-bit inputs and a plain call:
+_HALF: _Table = {
+    64: {"forward": Config(64, 64, 4, 3), "key": Config(64, 64, 4, 3), "query": Config(64, 64, 4, 3)},
+    128: {"forward": Config(64, 64, 4, 3), "key": Config(64, 64, 4, 2), "query": Config(128, 64, 8, 3)},
+    256: {"forward": Config(128, 64, 8, 2), "key": Config(32, 64, 8, 2), "query": Config(128, 32, 8, 3)},
+    512: {"forward": Config(64, 32, 8, 1), "key": Config(16, 32, 8, 1), "query": Config(64, 16, 8, 1)},
 }
-_SINGLE = {
-    64: {"forward": Config(64, 32, 4, 2), "key": Config(32, 32, 4, 2), "query": Config(32, 32, 4, 2)},
-    128: {"forward": Config(64, 32, 8, 2), "key": Config(32, 32, 8, 2), "query": Config(32, 32, 8, 2)},
-    256: {"forward": Config(32, 32, 8, 2), "key": Config(16, 32, 8, 1), "query": Config(32, 16, 8, 1)},
+# Without a band there are no tiles to skip, so that larger ones win.
+_HALF_FULL: _Table = {**_HALF, 128: {**_HALF[128], "forward": Config(128, 128, 8, 3)}}
+# What stands between the dot products and the softmax takes registers.
+_HALF_RICH: _Table = {
+    64: {"forward": Config(64, 64, 4, 3), "key": Config(32, 64, 8, 2), "query": Config(64, 32, 4, 2)},
+    128: {"forward": Config(64, 64, 8, 2), "key": Config(32, 32, 4, 2), "query": Config(128, 32, 8, 2)},
+    256: {"forward": Config(64, 32, 8, 2), "key": Config(32, 32, 8, 2), "query": Config(64, 16, 8, 2)},
+    512: {"forward": Config(32, 32, 8, 1), "key": Config(16, 32, 8, 1), "query": Config(32, 16, 8, 1)},
+}
+_SINGLE: _Table = {
+    64: {"forward": Config(128, 64, 8, 2), "key": Config(64, 32, 4, 2), "query": Config(128, 32, 8, 2)},
+    128: {"forward": Config(128, 32, 8, 2), "key": Config(32, 32, 4, 1), "query": Config(64, 32, 4, 2)},
+    256: {"forward": Config(32, 32, 8, 1), "key": Config(16, 16, 4, 1), "query": Config(32, 16, 8, 1)},
+    512: {"forward": Config(16, 16, 8, 1), "key": Config(16, 16, 8, 1), "query": Config(16, 16, 8, 1)},
+}
+_SINGLE_RICH: _Table = {
+    64: {"forward": Config(64, 32, 4, 2), "key": Config(32, 32, 4, 1), "query": Config(32, 32, 4, 1)},
+    128: {"forward": Config(64, 32, 8, 1), "key": Config(32, 32, 8, 1), "query": Config(32, 32, 8, 1)},
+    256: _SINGLE[256],
+    512: _SINGLE[512],
+}
+# At most 64 KiB of shared memory.
+_SMALL_HALF: _Table = {
+    64: {"forward": Config(64, 64, 4, 1), "key": Config(32, 64, 4, 1), "query": Config(64, 32, 4, 1)},
+    128: {"forward": Config(64, 32, 4, 1), "key": Config(32, 32, 4, 1), "query": Config(32, 32, 4, 1)},
+    256: {"forward": Config(32, 32, 4, 1), "key": Config(16, 32, 8, 1), "query": Config(32, 16, 8, 1)},
+    512: {"forward": Config(16, 16, 4, 1), "key": Config(16, 16, 8, 1), "query": Config(16, 16, 8, 1)},
+}
+_SMALL_SINGLE: _Table = {
+    64: {"forward": Config(32, 32, 4, 1), "key": Config(16, 32, 4, 1), "query": Config(32, 16, 4, 1)},
+    128: {"forward": Config(32, 16, 4, 1), "key": Config(16, 16, 4, 1), "query": Config(16, 16, 4, 1)},
+    256: {"forward": Config(16, 16, 4, 1), "key": Config(16, 16, 8, 1), "query": Config(16, 16, 8, 1)},
     512: {"forward": Config(16, 16, 8, 1), "key": Config(16, 16, 8, 1), "query": Config(16, 16, 8, 1)},
 }
 
 
-def config_for(kernel: str, problem: Problem, width: int) -> Config:
+def padded(width: int) -> int:
+    """A head dimension as it is on chip: a power of two that the matrix units take."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def config_for(kernel: str, problem: Problem, is_small: bool = False) -> Config:
     """The tiles of a kernel: ``forward``, ``key``, ``query``, ``bias``, or one of those as ``exact_...``.
 
     Args:
-        width: the larger head dimension as it is on chip.
+        is_small: for a GPU with less shared memory than Hopper's.
     """
     if kernel.startswith("exact_"):
-        found = config_for(kernel.removeprefix("exact_"), problem, width)
+        found = config_for(kernel.removeprefix("exact_"), problem, is_small)
         # Its programs have the tiles of those that flag them; what it streams comes in small tiles, without haste.
         if kernel == "exact_key":
             return Config(16, found.block_n, 8, 1)
         return Config(found.block_m, 16, 8, 1)
-    table = (_HALF if problem.dtype.itemsize == 2 else _SINGLE)[max(64, width)]
-    if kernel == "bias":
-        return table["query"]
-    found = table[kernel]
-    if kernel == "forward" and problem.layout == "dense" and problem.seqlen_q * problem.group <= FEW_ROWS:
-        return Config(FEW_ROWS, found.block_n, 4, found.num_stages)
+    width = max(64, padded(problem.head_dim), padded(problem.head_dim_v))
+    found = _table(problem, is_small)[width]["query" if kernel == "bias" else kernel]
+    if kernel == "forward" and problem.layout == "dense" and problem.seqlen_q * problem.group <= _FEW_ROWS:
+        return Config(_FEW_ROWS, min(found.block_n, 64), 4, found.num_stages)
     return found
+
+
+def _table(problem: Problem, is_small: bool) -> _Table:
+    spec = problem.spec
+    is_half = problem.dtype.itemsize == 2
+    if is_small:
+        return _SMALL_HALF if is_half else _SMALL_SINGLE
+    if spec.softcap > 0 or spec.has_alibi or spec.has_bias or spec.dropout_p > 0:
+        return _HALF_RICH if is_half else _SINGLE_RICH
+    if not is_half:
+        return _SINGLE
+    return _HALF_FULL if spec.band.is_unlimited else _HALF
 
 
 def num_splits(problem: Problem, config: Config, num_processors: int) -> tuple[int, int]:

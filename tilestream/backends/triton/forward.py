@@ -82,7 +82,7 @@ def _attend(
     for n_start in tl.range(ranges.lo, ranges.hi, facts.block_n):
         k_n = load_keys(keys, n_start, sequence, numbers.k_strides, facts, facts.head_dim, facts.block_d)
         s_mn = tl.dot(q_m, tl.trans(k_n), input_precision=facts.precision)
-        s_mn, _ = score_tile(
+        s_mn, _capped = score_tile(
             s_mn, i[:, None], (n_start + n)[None, :], head[:, None], slopes[:, None], rows_inside[:, None], sequence,
             tensors, numbers, is_partial(n_start, ranges), facts,
         )  # fmt: skip
@@ -153,7 +153,7 @@ def _clip(ranges, lo, hi):
 @triton.jit(do_not_specialize=["numbers"])
 def combine_kernel(tensors, numbers, facts: tl.constexpr):
     """out and lse of a tile of packed rows from the parts of the splits: `state.merge`, in order of the splits."""
-    tile, head_kv, batch, _ = tile_index(numbers, facts)
+    tile, head_kv, batch, _split = tile_index(numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
     rows = tile * facts.block_m + tl.arange(0, facts.block_m)
     rows_inside = rows < sequence.seqlen_q * facts.group
@@ -188,8 +188,11 @@ def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
     """out of a flagged tile of packed rows, from its lse, exact where values are not finite."""
     if not is_flagged(tensors):
         return
-    tile, head_kv, batch, _ = tile_index(numbers, facts)
+    tile, head_kv, batch, _split = tile_index(numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
+    # Programs without rows have flagged nothing, and their flag holds anything.
+    if tile * facts.block_m >= sequence.seqlen_q * facts.group:
+        return
     rows = tile * facts.block_m + tl.arange(0, facts.block_m)
     i, head = row_heads(rows, sequence, facts)
     rows_inside = i < sequence.seqlen_q
@@ -207,7 +210,7 @@ def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
     for n_start in tl.range(ranges.lo, ranges.hi, facts.block_n):
         k_n = load_keys(keys, n_start, sequence, numbers.k_strides, facts, facts.head_dim, facts.block_d)
         s_mn = tl.dot(q_m, tl.trans(k_n), input_precision=facts.precision)
-        s_mn, _ = score_tile(
+        s_mn, _capped = score_tile(
             s_mn, i[:, None], (n_start + n)[None, :], head[:, None], slopes[:, None], rows_inside[:, None], sequence,
             tensors, numbers, True, facts,
         )  # fmt: skip

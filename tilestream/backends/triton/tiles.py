@@ -16,8 +16,8 @@ import triton.language as tl
 __all__ = [
     "Ranges",
     "Sequence",
-    "key_offsets",
     "is_partial",
+    "key_offsets",
     "key_pointers",
     "key_ranges",
     "load_keys",
@@ -25,6 +25,7 @@ __all__ = [
     "locate",
     "next_row_offsets",
     "numbers_at",
+    "padded_rows",
     "query_ranges",
     "row_heads",
     "row_lse",
@@ -285,6 +286,16 @@ def row_lse(rows, rows_inside, sequence, tensors, numbers, facts: tl.constexpr):
     places = numbers_at(rows, sequence, numbers, facts)
     lse_log2 = tl.load(tensors.lse + places, rows_inside, other=float("inf")) * 1.4426950408889634
     return tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)
+
+
+@triton.jit
+def padded_rows(sequence, numbers, facts: tl.constexpr):
+    """Where a sequence's packed rows start in arrays that hold whole tiles of rows, so that none is masked."""
+    batch, tile = sequence.batch, 0
+    if facts.is_varlen:
+        batch, tile = 0, sequence.q_start * facts.group // facts.row_block + sequence.batch
+    row = (batch * numbers.num_heads_kv + sequence.head_kv).to(tl.int64) * numbers.row_tiles + tile
+    return row * facts.row_block
 
 
 @triton.jit

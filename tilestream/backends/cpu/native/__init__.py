@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from tilestream.backends.cpu import varlen
-from tilestream.backends.cpu.backward import sink_gradient
 from tilestream.backends.cpu.native import library
 from tilestream.backends.cpu.native.call import LARGEST_SHIFT, BackwardTensors, dtype_number, pack
 from tilestream.problem import AttentionInputs, Gradients, Problem, check_cu_seqlens_values
-from tilestream.state import AttentionOutput, finite_or_zero
+from tilestream.state import AttentionOutput, finite_or_zero, sink_gradient
 
 __all__ = ["BACKEND", "NativeBackend"]
 
