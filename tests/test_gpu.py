@@ -35,6 +35,27 @@ def test_cuda_graphs(options: dict[str, object]) -> None:
         assert torch.equal(ours, wanted)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (200, 0)}, {"bias": True}])
+def test_nothing_finite_is_computed_twice(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the exact kernels do shows in no value, only in the time."""
+    from tilestream.backends.triton import plan
+
+    flags = []
+    launch = plan.launch
+
+    def launch_and_look(step: plan.Step, tensors: plan.Tensors, strides: object) -> None:
+        launch(step, tensors, strides)
+        if step.facts.flags:
+            flags.append(tensors.flags)
+
+    monkeypatch.setattr(plan, "launch", launch_and_look)
+    if "bias" in options:
+        options = {"bias": torch.randn(1, 4, 512, 512, device="cuda", dtype=torch.bfloat16)}
+    _attend(_tensors(2, 512, 4, 64), **options)
+    assert len(flags) == (3 if options else 0)
+    assert not any(bool(x.any()) for x in flags)
+
+
 def test_another_stream() -> None:
     tensors = _tensors(1, 4096, 8, 64)
     wanted = _attend(tensors, causal=True)

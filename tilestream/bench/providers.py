@@ -234,7 +234,9 @@ def _flex_mask(band: Band, seqlen_q: int, seqlen_k: int, device: torch.device) -
 
     # What its users write for the plainest mask, so that it is not measured with more arithmetic than they have.
     mask = is_causal if band == Band(None, 0) and shift == 0 else is_visible
-    return create_block_mask(mask, None, None, seqlen_q, seqlen_k, device=device)
+    # Kept for calls with gradients too, so not a tensor of the inference mode that a forward is timed in.
+    with torch.inference_mode(False):
+        return create_block_mask(mask, None, None, seqlen_q, seqlen_k, device=device)
 
 
 def _not_cuda_reason(device: torch.device) -> str | None:

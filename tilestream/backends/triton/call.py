@@ -172,8 +172,8 @@ def facts_of(problem: Problem, config: Config, unit: int, **more: Any) -> Facts:
 def _precision(problem: Problem) -> str:
     """How the matrix units take float32: exactly, as PyTorch's own products, unless the user allows them less.
 
-    Six products of bfloat16 parts hold all 24 bits of an operand; their sums lose less than those of products that round
-    as IEEE says, at a third of the time (docs/measured-facts.md).
+    Six products of bfloat16 parts hold all 24 bits of both operands and run on the matrix units, where products that
+    round as IEEE says do not.
     """
     if problem.dtype != torch.float32 or problem.device_type != "cuda" or torch.version.hip is not None:
         return "ieee"

@@ -18,7 +18,8 @@ __all__ = ["exact_product", "flag", "is_flagged"]
 @triton.jit
 def _all_finite(x, are_inside):
     """Whether every number of a tile is finite, in the rows that are inside."""
-    is_bad = (x - x != 0.0) & are_inside[:, None]
+    # Not x - x == 0: of a product x the compiler makes a fused multiply-add, which leaves the product's rounding.
+    is_bad = (~(tl.abs(x) < float("inf"))) & are_inside[:, None]
     return tl.sum(tl.sum(is_bad.to(tl.int32), 1), 0) == 0
 
 
@@ -40,7 +41,9 @@ def exact_product(weights, visible, x, facts: tl.constexpr):
     """The sum over visible pairs of weights (A, B) times x (B, C), with IEEE's rules for every single product."""
     wide = x.to(tl.float32)
     total = tl.dot(
-        weights.to(x.dtype), tl.where(wide - wide == 0.0, wide, 0.0).to(x.dtype), input_precision=facts.precision
+        weights.to(x.dtype),
+        tl.where(tl.abs(wide) < float("inf"), wide, 0.0).to(x.dtype),
+        input_precision=facts.precision,
     )
     # Counts of products that are +-infinity or NaN; sums of a few hundred ones are exact in every dtype's product.
     weight_sign = tl.where(visible, tl.where(weights > 0.0, 1.0, tl.where(weights < 0.0, -1.0, 0.0)), 0.0)

@@ -27,13 +27,15 @@ class Config:
     block_n: int
     num_warps: int
     num_stages: int
+    # Of a thread, where the compiler shall take fewer than it would, for one more program per processor; NVIDIA only.
+    max_registers: int | None = None
 
 
 _Table = dict[int, dict[str, Config]]
 
 # Kernel -> Config, by the larger head dimension on chip. 16-bit inputs and a plain call:
 _HALF: _Table = {
-    64: {"forward": Config(64, 64, 4, 3), "key": Config(64, 64, 4, 3), "query": Config(64, 64, 4, 3)},
+    64: {"forward": Config(64, 64, 4, 3, 128), "key": Config(64, 64, 4, 3), "query": Config(64, 64, 4, 3)},
     128: {"forward": Config(64, 64, 4, 3), "key": Config(64, 64, 4, 2), "query": Config(128, 64, 8, 3)},
     256: {"forward": Config(128, 64, 8, 2), "key": Config(32, 64, 8, 2), "query": Config(128, 32, 8, 3)},
     512: {"forward": Config(64, 32, 8, 1), "key": Config(16, 32, 8, 1), "query": Config(64, 16, 8, 1)},

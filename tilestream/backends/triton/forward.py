@@ -10,7 +10,8 @@ Traffic    reads Q once, K and V once per row tile, writes out and lse once; wit
 On chip    q_m and the pipelined k_n, v_n in shared memory; s_mn, acc and the state in registers.
 Numerics   softmax state and acc in float32; p_mn is rounded to the input dtype for its product. Rows that come out not
            finite are computed again with `careful.exact_product`.
-Limits     head_dim and head_dim_v in powers of two on chip.
+Limits     head_dim and head_dim_v in powers of two on chip. Scores beyond 2**30 overflow: the scale is multiplied in where
+           the maximum is taken off, in one instruction.
 
 Shapes: M packed rows of a tile; N keys of a tile; D head_dim; E head_dim_v.
 """

@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from tilestream.backends.triton.call import Facts, Numbers, Tensors
 from tilestream.backends.triton.configs import Config
 
-__all__ = ["Step", "launch", "num_compiled", "source"]
+__all__ = ["Step", "launch", "num_compiled", "options", "source"]
 
 _POINTERS = {
     torch.float16: "*fp16",
@@ -91,8 +91,17 @@ def _compiled(step: Step, tensors: Tensors) -> Any:
 
 
 def _compile(step: Step, dtypes: Sequence[torch.dtype | None], target: Any) -> Any:
-    options = {"num_warps": step.config.num_warps, "num_stages": step.config.num_stages}
-    return triton.compile(source(step.kernel, step.facts, dtypes), target=target, options=options)
+    return triton.compile(
+        source(step.kernel, step.facts, dtypes), target=target, options=options(step.config, target.backend)
+    )
+
+
+def options(config: Config, backend: str) -> dict[str, Any]:
+    """What `triton.compile` takes besides the source."""
+    found = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.max_registers is not None and backend == "cuda":
+        found["maxnreg"] = config.max_registers
+    return found
 
 
 def source(kernel: Any, facts: Facts, dtypes: Sequence[torch.dtype | None]) -> ASTSource:
