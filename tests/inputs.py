@@ -78,8 +78,10 @@ class CaseInputs:
             "sinks": dp,
         }
 
-    def saved_state_gradients(self) -> dict[str, Tensor]:
+    def saved_state_gradients(self, draw: int | None = None) -> dict[str, Tensor]:
         """The exact gradients of a backward that reads `out` and `lse` rounded to their dtypes, in float64.
+
+        With `draw` each rounding has a sign of its own, drawn with that seed: as likely a loss as the real one.
 
         That is what no backward without the score matrix can be better than. Rounding lse by e scales row i of P by
         exp(-e); rounding out changes delta by rowsum((rounded - out) * dout). Both together are the oracle's gradients
@@ -92,6 +94,10 @@ class CaseInputs:
             dout = self.dout.to(torch.float64)
             delta_change = ((exact.out.to(self.case.dtype) - exact.out) * dout).sum(dim=-1).transpose(-1, -2)
             dlse = self.dlse.to(torch.float64) if self.case.with_dlse else torch.zeros_like(exact.lse)
+            if draw is not None:
+                generator = torch.Generator().manual_seed(draw)
+                signs = torch.randint(0, 2, rounding.shape, generator=generator).to(rounding) * 2 - 1
+                rounding, delta_change = rounding * signs, delta_change * signs
             factor = torch.exp(-rounding)
             cotangents = (factor.transpose(-1, -2).unsqueeze(-1) * dout, factor * (dlse - delta_change))
         return self.oracle(torch.float64, cotangents)[1]

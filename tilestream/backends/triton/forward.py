@@ -10,8 +10,8 @@ Traffic    reads Q once, K and V once per row tile, writes out and lse once; wit
 On chip    q_m and the pipelined k_n, v_n in shared memory; s_mn, acc and the state in registers.
 Numerics   softmax state and acc in float32; p_mn is rounded to the input dtype for its product. Rows that come out not
            finite are computed again with `careful.exact_product`.
-Limits     head_dim and head_dim_v in powers of two on chip. Scores beyond 2**30 overflow: the scale is multiplied in where
-           the maximum is taken off, in one instruction.
+Limits     head_dim and head_dim_v in powers of two on chip. Scores beyond 2**30 overflow: one instruction multiplies
+           the scale in and takes the maximum off.
 
 Shapes: M packed rows of a tile; N keys of a tile; D head_dim; E head_dim_v.
 """
@@ -186,10 +186,13 @@ def combine_kernel(tensors, numbers, facts: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numbers"])
 def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
-    """out of a flagged tile of packed rows, from its lse, exact where values are not finite."""
+    """out of a flagged tile of packed rows, exact where values are not finite.
+
+    lse stands for the row maximum: P is divided by its own sum, because a large lse is not known to P's last places.
+    """
     if not is_flagged(tensors):
         return
-    tile, head_kv, batch, _split = tile_index(numbers, facts)
+    tile, head_kv, batch, split = tile_index(numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
     # Programs without rows have flagged nothing, and their flag holds anything.
     if tile * facts.block_m >= sequence.seqlen_q * facts.group:
@@ -208,6 +211,8 @@ def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
     values = key_pointers(tensors.v, sequence, numbers.v_strides, facts, facts.block_dv)
     ranges = key_ranges(tile * facts.block_m, sequence, facts)
     acc = tl.full([facts.block_m, facts.block_dv], 0.0, tl.float32)
+    sink, row_sum = _initial_state(rows, split, sequence, tensors, numbers, facts)
+    row_sum *= tl.exp2(sink - lse_log2)
     for n_start in tl.range(ranges.lo, ranges.hi, facts.block_n):
         k_n = load_keys(keys, n_start, sequence, numbers.k_strides, facts, facts.head_dim, facts.block_d)
         s_mn = tl.dot(q_m, tl.trans(k_n), input_precision=facts.precision)
@@ -217,11 +222,13 @@ def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
         )  # fmt: skip
         visible = s_mn != float("-inf")
         p_mn = tl.where(visible, probabilities(s_mn, lse_log2[:, None], numbers, facts), 0.0)
+        row_sum += tl.sum(p_mn, 1)
         if facts.has_dropout:
             keep = keep_tile(rows, n_start, sequence, tensors, numbers, facts)
             p_mn = tl.where(keep, p_mn * numbers.keep_scale, 0.0)
         v_n = load_keys(values, n_start, sequence, numbers.v_strides, facts, facts.head_dim_v, facts.block_dv)
         acc += exact_product(p_mn, visible, v_n, facts)
+    acc = acc * tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)[:, None]
     out = row_pointers(tensors.out, rows, sequence, numbers.out_strides, facts, facts.block_dv)
     inside = rows_inside[:, None] & (e < facts.head_dim_v)[None, :]
     tl.store(out, acc.to(tensors.out.dtype.element_ty), inside)

@@ -1,4 +1,4 @@
-"""The kernels that a call is, in order. Imports Triton; `tilestream.backends.triton` imports this when it runs a call."""
+"""The kernels that a call is, in order. Imports Triton, hence is imported when the backend first runs a call."""
 
 from __future__ import annotations
 
