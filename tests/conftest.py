@@ -7,14 +7,13 @@ never wrote fails every time instead of once a month. A test that measures memor
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
-from interpreter import import_interpreted, interpreting, is_ready
+from interpreter import import_interpreted, interpreting, is_ready, why_not_interpreted
 from torch import Tensor
 
 from tilestream.backends.cpu.native import library
@@ -45,11 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    # Interpreted kernels would take a GPU's tensors too, in their own time.
+    if torch.cuda.is_available() and not is_ready():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and `--device cuda`"))
 
 
 @pytest.fixture(scope="session")
@@ -72,8 +72,13 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
 def _interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test of the backend triton, where that is not compiled."""
     callspec = getattr(request.node, "callspec", None)
-    is_triton = callspec is not None and callspec.params.get("backend") == "triton"
-    with interpreting() if is_triton and is_ready() else contextlib.nullcontext():
+    if callspec is None or callspec.params.get("backend") != "triton" or not is_ready():
+        yield
+        return
+    reason = why_not_interpreted(request.node.originalname, callspec.params)
+    if reason is not None:
+        pytest.skip(reason)
+    with interpreting():
         yield
 
 

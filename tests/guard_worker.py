@@ -1,7 +1,8 @@
 """Run by test_native_process.py in a process of its own, which a stray read or write ends.
 
-Every tensor that the native kernels read or write lies against an unmapped page: its last byte is the last before one,
+Every tensor that the kernels read or write lies against an unmapped page: its last byte is the last before one,
 or its first is the first after one. The results must have the bits of ordinary tensors.
+triton_guard_worker.py does the same with other kernels.
 Usage: python guard_worker.py ISA, or "astray" to go there on purpose.
 """
 
@@ -19,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tilestream.backends.base import Backend
 from tilestream.backends.cpu import native
 from tilestream.backends.cpu.native import library
 from tilestream.problem import AttentionInputs, Problem
@@ -84,7 +86,7 @@ def results_guarded(at_end: bool) -> Iterator[None]:
 
     of_torch = {"empty": empty, "zeros": zeros, "zeros_like": lambda x, **_: zeros(tuple(x.shape), dtype=x.dtype)}
     of_tensors = {
-        "new_empty": lambda x, size, dtype=None: empty(tuple(size), dtype=dtype or x.dtype),
+        "new_empty": lambda x, *size, dtype=None, device=None: empty(*size, dtype=dtype or x.dtype),
         "new_zeros": lambda x, size, dtype=None: zeros(tuple(size), dtype=dtype or x.dtype),
         "new_full": lambda x, size, value, dtype=None: empty(tuple(size), dtype=dtype or x.dtype).fill_(value),
     }
@@ -124,19 +126,22 @@ def problems(dtype: torch.dtype, widths: tuple[int, int]) -> Iterator[tuple[Prob
         yield Problem.from_inputs(inputs, spec, shift=None if is_varlen else 16), inputs
 
 
-def run(problem: Problem, inputs: AttentionInputs, copy: Callable[..., Tensor | None]) -> list[Tensor]:
+def run(
+    problem: Problem,
+    inputs: AttentionInputs,
+    copy: Callable[..., Tensor | None],
+    backend: Backend = native.BACKEND,
+) -> list[Tensor]:
     """Everything that forward and backward return; `copy` places the tensors that they read."""
     rows = [copy(x, strided=True) for x in inputs[:3]]
     inputs = AttentionInputs(*rows, *(copy(x) for x in inputs[3:6]), inputs.seed, *(copy(x) for x in inputs[7:]))
-    out, lse = native.BACKEND.forward(problem, inputs)
+    out, lse = backend.forward(problem, inputs)
     generator = torch.Generator().manual_seed(8)
     dout = torch.randn(out.shape, generator=generator).to(out.dtype)
     dlse = torch.randn(lse.shape, generator=generator)
     output = AttentionOutput(copy(out, strided=True), copy(lse))
     has_bias, has_sinks = inputs.bias is not None, inputs.sinks is not None
-    gradients = native.BACKEND.backward(
-        problem, inputs, output, copy(dout, strided=True), copy(dlse), has_bias, has_sinks
-    )
+    gradients = backend.backward(problem, inputs, output, copy(dout, strided=True), copy(dlse), has_bias, has_sinks)
     return [x for x in (out, lse, *gradients) if x is not None]
 
 

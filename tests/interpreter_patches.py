@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-__all__ = ["patched"]
+__all__ = ["device_call", "patched"]
 
 Array = np.ndarray[Any, Any]
 
@@ -71,6 +71,12 @@ def patched(checks_overflow: bool) -> Iterator[None]:
             yield
     finally:
         scope.restore()
+
+
+def device_call(function: Any, *arguments: Any) -> tuple[int, ...]:
+    """What a device function returns for Python's numbers, which is a tuple of numbers."""
+    result = function(*(interpreter._implicit_cvt(argument) for argument in arguments))
+    return tuple(int(number) for number in result)
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:

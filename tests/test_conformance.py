@@ -65,7 +65,7 @@ def _skip_if_refused(backend: str, case: Case, device: torch.device) -> None:
 
 
 def test_linux_means_interpreted_kernels() -> None:
-    """Without this, a Triton that is gone would look like a machine that has none: everything of triton's is skipped."""
+    """Without this, a Triton that is gone would look like a machine that has none: all of its tests are skipped."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         pytest.skip("Triton has no wheel for this machine")
     assert importlib.util.find_spec("triton") is not None, "`make install` installs it"

@@ -19,7 +19,7 @@ _INFINITY = float("inf")
 seeds = st.integers(0, 10**6)
 lengths = st.integers(0, 40)
 # The best dtype of a backend, and how far two ways to say the same may then be apart.
-_PRECISIONS = {"native": (torch.float32, 2e-5)}
+_PRECISIONS = {"native": (torch.float32, 2e-5), "triton": (torch.float32, 2e-5)}
 _PRECISION = (torch.float64, 1e-11)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "layout_of",
     "num_key_tiles",
     "num_row_tiles",
+    "precision_of",
     "sizes_of",
 ]
 
@@ -138,10 +139,14 @@ class Facts:
     sums_keys: bool = False
     # Rows of a tile of `tiles.padded_rows`.
     row_block: int = 1
-    is_band: bool = False
+
+    @property
+    def is_band(self) -> bool:
+        """Whether any pair can be out of sight."""
+        return self.has_left or self.has_right
 
 
-def facts_of(problem: Problem, config: Config, unit: int, **more: Any) -> Facts:
+def facts_of(problem: Problem, config: Config, unit: int, precision: str, **more: Any) -> Facts:
     """The facts of one kernel of a call; `more` are its own."""
     spec = problem.spec
     return Facts(
@@ -156,7 +161,6 @@ def facts_of(problem: Problem, config: Config, unit: int, **more: Any) -> Facts:
         is_varlen=problem.layout == "varlen",
         has_left=spec.band.left is not None,
         has_right=spec.band.right is not None,
-        is_band=not spec.band.is_unlimited,
         has_softcap=spec.softcap > 0,
         has_alibi=spec.has_alibi,
         has_bias=spec.has_bias,
@@ -164,12 +168,12 @@ def facts_of(problem: Problem, config: Config, unit: int, **more: Any) -> Facts:
         has_dropout=keep_threshold(spec.dropout_p) < 2**32,
         folds_scale=spec.scale > 0 and spec.softcap == 0 and not spec.has_alibi and not spec.has_bias,
         is_float32=problem.dtype == torch.float32,
-        precision=_precision(problem),
+        precision=precision,
         **more,
     )
 
 
-def _precision(problem: Problem) -> str:
+def precision_of(problem: Problem) -> str:
     """How the matrix units take float32: exactly, as PyTorch's own products, unless the user allows them less.
 
     Six products of bfloat16 parts hold all 24 bits of both operands and run on the matrix units, where products that

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tilestream.backends.triton.call import (
     layout_of,
     num_key_tiles,
     num_row_tiles,
+    precision_of,
     sizes_of,
 )
 from tilestream.backends.triton.configs import Config, config_for, num_splits
@@ -29,7 +30,7 @@ from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.spec import Band
 from tilestream.state import AttentionOutput, finite_or_zero, sink_gradient
 
-__all__ = ["backward", "forward"]
+__all__ = ["How", "backward", "forward"]
 
 
 def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
@@ -82,6 +83,14 @@ def backward(
     return Gradients(dq, dk, dv, dbias, dsinks)
 
 
+class How(NamedTuple):
+    """What the plan of a call depends on besides the problem."""
+
+    unit: int  # `call.layout_of`
+    precision: str  # `call.precision_of`
+    device: torch.device
+
+
 class _Call:
     """One call: its tensors as the kernels take them, and the kernels in order."""
 
@@ -90,12 +99,12 @@ class _Call:
         query, key, value, bias, slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k = inputs
         self.tensors = Tensors(query, key, value, bias, slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, **outputs)
         rows = [outputs[name] for name in ("out", "dout", "dq", "dk", "dv") if name in outputs]
-        self.unit, self.strides = layout_of(bias, slopes, (query, key, value, *rows))  # type: ignore[arg-type]
+        unit, self.strides = layout_of(bias, slopes, (query, key, value, *rows))  # type: ignore[arg-type]
+        self.how = How(unit, precision_of(problem), query.device)
 
     def forward(self) -> None:
         """out and lse."""
-        plan = _forward_plan(self.problem, self.unit, self.tensors.q.device)
-        self._run(plan)
+        self._run(_forward_plan(self.problem, self.how))
 
     def backward(self) -> None:
         """delta, dq, dk and dv."""
@@ -104,11 +113,11 @@ class _Call:
                 if gradient is not None:
                     gradient.zero_()
             return
-        self._run(_backward_plan(self.problem, self.unit, self.tensors.q.device, self.tensors.dlse is not None))
+        self._run(_backward_plan(self.problem, self.how, self.tensors.dlse is not None))
 
     def bias_gradient(self, bias: Tensor) -> Tensor:
         """Sums in float32 that `bias` broadcasts to."""
-        shape, step = _bias_plan(self.problem, self.unit, bias.device, bias.shape)
+        shape, step = _bias_plan(self.problem, self.how, bias.shape)
         dbias = torch.empty(shape, dtype=torch.float32, device=bias.device)
         if dbias.numel() > 0:
             launch(step, self.tensors._replace(dbias=dbias), self.strides)
@@ -137,6 +146,8 @@ class _Call:
             launch(step, tensors, self.strides)
 
 
+# Those that kernels load; narrower ones are widened first.
+_BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Rows that the tiles of every key kernel are made of: what lse and delta are padded to.
 _ROW_BLOCK = 128
 # Beyond the distance of any two positions (`_MOST_ROWS` of the backend).
@@ -157,56 +168,52 @@ def _without_idle_limits(problem: Problem) -> Problem:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward_plan(problem: Problem, unit: int, device: torch.device) -> tuple[Step, ...]:
+def _forward_plan(problem: Problem, how: How) -> tuple[Step, ...]:
     hides = _can_hide(problem)
-    config = _config("forward", problem, device)
-    splits, split_keys = num_splits(problem, config, _num_processors(device))
+    config = _config("forward", problem, how)
+    splits, split_keys = num_splits(problem, config, _num_processors(how.device))
     if splits > 1:
         sizes = {"num_splits": splits, "split_keys": split_keys}
         steps = [
-            _row_step(forward_kernels.forward_kernel, config, problem, unit, {"has_splits": True}, sizes),
-            _row_step(forward_kernels.combine_kernel, config, problem, unit, {"flags": hides}, sizes),
+            _row_step(forward_kernels.forward_kernel, config, problem, how, {"has_splits": True}, sizes),
+            _row_step(forward_kernels.combine_kernel, config, problem, how, {"flags": hides}, sizes),
         ]
     else:
-        steps = [_row_step(forward_kernels.forward_kernel, config, problem, unit, {"flags": hides})]
+        steps = [_row_step(forward_kernels.forward_kernel, config, problem, how, {"flags": hides})]
     if hides:
         steps.append(
-            _row_step(forward_kernels.exact_forward_kernel, _config("exact_forward", problem, device), problem, unit)
+            _row_step(forward_kernels.exact_forward_kernel, _config("exact_forward", problem, how), problem, how)
         )
     return tuple(steps)
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward_plan(problem: Problem, unit: int, device: torch.device, has_dlse: bool) -> tuple[Step, ...]:
+def _backward_plan(problem: Problem, how: How, has_dlse: bool) -> tuple[Step, ...]:
     hides = _can_hide(problem)
-    config, key_config = _config("query", problem, device), _config("key", problem, device)
+    config, key_config = _config("query", problem, how), _config("key", problem, how)
     # key_kernel reads lse and delta tile by tile of its own rows.
     padded = {"row_block": _ROW_BLOCK}
     sizes = {"row_tiles": num_row_tiles(problem, _ROW_BLOCK)}
-    steps = []
-    if problem.total_q > 0:
-        delta_config = Config(_ROW_BLOCK, 16, 4, 1)
-        steps.append(
-            _row_step(
-                backward_kernels.delta_kernel, delta_config, problem, unit, {"has_dlse": has_dlse, **padded}, sizes
-            )
-        )
-        steps.append(_row_step(backward_kernels.query_kernel, config, problem, unit, {"flags": hides}))
-        if hides:
-            steps.append(
-                _row_step(backward_kernels.exact_query_kernel, _config("exact_query", problem, device), problem, unit)
-            )
+    delta_config = Config(_ROW_BLOCK, 16, 4, 1)
+    delta_facts = {"has_dlse": has_dlse, **padded}
+    steps = [
+        _row_step(backward_kernels.delta_kernel, delta_config, problem, how, delta_facts, sizes),
+        _row_step(backward_kernels.query_kernel, config, problem, how, {"flags": hides}),
+    ]
+    if hides:
+        exact = _config("exact_query", problem, how)
+        steps.append(_row_step(backward_kernels.exact_query_kernel, exact, problem, how))
     if problem.total_k > 0:
         facts = {"flags": hides, **padded}
-        steps.append(_key_step(backward_kernels.key_kernel, key_config, problem, unit, facts, sizes))
+        steps.append(_key_step(backward_kernels.key_kernel, key_config, problem, how, facts, sizes))
         if hides:
-            exact = _config("exact_key", problem, device)
-            steps.append(_key_step(backward_kernels.exact_key_kernel, exact, problem, unit, padded, sizes))
+            exact = _config("exact_key", problem, how)
+            steps.append(_key_step(backward_kernels.exact_key_kernel, exact, problem, how, padded, sizes))
     return tuple(steps)
 
 
 @functools.lru_cache(maxsize=1024)
-def _bias_plan(problem: Problem, unit: int, device: torch.device, shape: torch.Size) -> tuple[tuple[int, ...], Step]:
+def _bias_plan(problem: Problem, how: How, shape: torch.Size) -> tuple[tuple[int, ...], Step]:
     """The shape of the sums: with entries of their own where a sum would leave little to do side by side."""
     batch, heads, rows, keys = shape
     sums_rows, sums_keys = rows == 1, keys == 1 and rows > 1
@@ -214,11 +221,11 @@ def _bias_plan(problem: Problem, unit: int, device: torch.device, shape: torch.S
         keys = problem.seqlen_k
     if sums_rows or sums_keys:
         batch, heads = problem.batch, problem.num_heads_q
-    config = _config("bias", problem, device)
+    config = _config("bias", problem, how)
     programs = batch * heads
     programs *= 1 if sums_rows else -(-rows // config.block_m)
     programs *= 1 if sums_keys else -(-keys // config.block_n)
-    facts = facts_of(problem, config, unit, sums_rows=sums_rows, sums_keys=sums_keys)
+    facts = facts_of(problem, config, how.unit, how.precision, sums_rows=sums_rows, sums_keys=sums_keys)
     sizes = sizes_of(problem)._replace(dbias_shape=(batch, heads, rows, keys))
     return (batch, heads, rows, keys), Step(
         bias_gradient.bias_kernel, config, facts, programs, tuple(sizes)[:NUM_SIZES]
@@ -229,40 +236,40 @@ def _row_step(
     kernel: Any,
     config: Config,
     problem: Problem,
-    unit: int,
+    how: How,
     facts: dict[str, Any] | None = None,
     sizes: dict[str, Any] | None = None,
 ) -> Step:
     """A kernel with a program per tile of packed rows, longest first."""
     facts = {"starts_last": problem.spec.band.right is not None, **(facts or {})}
-    return _step(kernel, config, problem, unit, num_row_tiles(problem, config.block_m), facts, sizes or {})
+    return _step(kernel, config, problem, how, num_row_tiles(problem, config.block_m), facts, sizes or {})
 
 
 def _key_step(
     kernel: Any,
     config: Config,
     problem: Problem,
-    unit: int,
+    how: How,
     facts: dict[str, Any] | None = None,
     sizes: dict[str, Any] | None = None,
 ) -> Step:
     """A kernel with a program per tile of keys."""
     facts = {"starts_last": problem.spec.band.left is not None, **(facts or {})}
-    return _step(kernel, config, problem, unit, num_key_tiles(problem, config.block_n), facts, sizes or {})
+    return _step(kernel, config, problem, how, num_key_tiles(problem, config.block_n), facts, sizes or {})
 
 
 def _step(
     kernel: Any,
     config: Config,
     problem: Problem,
-    unit: int,
+    how: How,
     tiles: int,
     facts: dict[str, Any],
     sizes: dict[str, Any],
 ) -> Step:
     programs = tiles * problem.num_heads_kv * (1 if problem.layout == "varlen" else problem.batch)
     numbers = sizes_of(problem)._replace(num_tiles=tiles, num_programs=programs, **sizes)
-    made = facts_of(problem, config, unit, **facts)
+    made = facts_of(problem, config, how.unit, how.precision, **facts)
     total = programs * numbers.num_splits if made.has_splits else programs
     return Step(kernel, config, made, total, tuple(numbers)[:NUM_SIZES])
 
@@ -272,8 +279,8 @@ def _can_hide(problem: Problem) -> bool:
     return not problem.spec.band.is_unlimited or problem.spec.has_bias
 
 
-def _config(kernel: str, problem: Problem, device: torch.device) -> Config:
-    return config_for(kernel, problem, _is_small(device))
+def _config(kernel: str, problem: Problem, how: How) -> Config:
+    return config_for(kernel, problem, _is_small(how.device))
 
 
 @functools.cache
@@ -304,7 +311,7 @@ def _readable(inputs: AttentionInputs) -> AttentionInputs:
         _rows_in_place(query),
         _rows_in_place(key),
         _rows_in_place(value),
-        bias,
+        bias if bias is None or bias.dtype in _BIAS_DTYPES else bias.float(),
         None if alibi is None else alibi.float().contiguous(),
         None if sinks is None else sinks.float().contiguous(),
         seed,

@@ -95,7 +95,9 @@ def _search(cu_seqlens, total, tile, num_sequences, num_steps, BLOCK: tl.constex
         low = tl.where(is_at_or_before, middle, low)
         high = tl.where(is_at_or_before, high, middle - 1)
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + low), 0), total)
-    return low, tile - (start * PER_TOKEN // BLOCK + low)
+    index = tile - (start * PER_TOKEN // BLOCK + low)
+    # A first entry that is not 0 leaves tiles that are of no sequence: they lie beyond the rows of any.
+    return low, tl.where(index < 0, 2**30 // BLOCK, index)
 
 
 @triton.jit
@@ -103,7 +105,8 @@ def _bounds(cu_seqlens, sequence, num_sequences, total):
     """First token and length of a sequence, within the tensor whatever cu_seqlens holds."""
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence), 0), total)
     stop = tl.load(cu_seqlens + sequence + 1, sequence < num_sequences, other=total)
-    return start, tl.maximum(tl.minimum(stop, total) - start, 0)
+    # Clamped at both ends, as the start is: the difference of other numbers could overflow.
+    return start, tl.maximum(tl.minimum(tl.maximum(stop, 0), total) - start, 0)
 
 
 @triton.jit
@@ -196,8 +199,9 @@ def query_ranges(n_start, sequence, facts: tl.constexpr):
 @triton.jit
 def _whole_tiles(lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
     """Element bounds as starts of tiles, in order and not beyond each other."""
+    hi = tl.where(lo < hi, (hi + BLOCK - 1) // BLOCK * BLOCK, 0)
     lo = lo // BLOCK * BLOCK
-    hi = tl.maximum((tl.maximum(hi, 0) + BLOCK - 1) // BLOCK * BLOCK, lo)
+    hi = tl.maximum(hi, lo)
     full_lo = tl.minimum(tl.maximum((full_lo + BLOCK - 1) // BLOCK * BLOCK, lo), hi)
     full_hi = tl.minimum(tl.maximum(tl.maximum(full_hi, 0) // BLOCK * BLOCK, full_lo), hi)
     return Ranges(lo, full_lo, full_hi, hi)

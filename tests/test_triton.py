@@ -1,0 +1,219 @@
+"""The backend triton: what its kernels meet that the conformance cases do not make them; on a CPU, interpreted."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from inputs import visible_mask
+from interpreter import LARGE_TILES, SMALL_TILES, Tiles, interpreting, is_ready
+from targets import Target
+from tolerance import faults
+from torch import Tensor
+
+from tilestream import dispatch
+from tilestream.backends.triton.configs import Config
+
+pytest.importorskip("triton")
+
+_WORKER = Path(__file__).with_name("triton_guard_worker.py")
+needs_interpreter = pytest.mark.skipif("not is_ready()", reason="needs Triton's interpreter")
+
+
+def _assert_right(case: Case, device: torch.device, tiles: Tiles = SMALL_TILES, is_finite: bool = True) -> None:
+    target = Target("triton", is_finite=is_finite, tiles=tiles)
+    inputs = target.inputs(case, device)
+    with target.in_use():
+        result, gradients = inputs.run("triton")
+    found = faults(inputs, result, gradients)
+    assert not found, "\n".join([*found, str(case)])
+
+
+# ---- splits of the keys
+
+_DECODE = Case("decode", dtype=torch.bfloat16, lengths=(1, 1000), batch=1, heads=(2, 4), causal=True)
+DECODE = [
+    _DECODE,
+    dataclasses.replace(_DECODE, id="decode_window", window=(700, 0), sinks="random", lengths=(3, 999)),
+    dataclasses.replace(_DECODE, id="decode_rich", bias="b1mn", alibi="heads", softcap=9.0, dropout_p=0.3),
+    dataclasses.replace(_DECODE, id="decode_sinks", dtype=torch.float32, sinks="extreme", widths=(40, 96)),
+    dataclasses.replace(_DECODE, id="decode_void_rows", lengths=(3, 1000), shift=-2),
+]
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+@pytest.mark.parametrize("case", DECODE, ids=lambda case: case.id)
+def test_splits(case: Case, is_finite: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows over many keys; a hidden NaN has the rows computed again from what the splits left."""
+    from tilestream.backends.triton import plan
+
+    kernels = []
+    launch = plan.launch
+
+    def launch_and_note(step: Any, *arguments: Any) -> None:
+        kernels.append(step.kernel)
+        launch(step, *arguments)
+
+    monkeypatch.setattr(plan, "launch", launch_and_note)
+    _assert_right(case, device, is_finite=is_finite)
+    assert plan.forward_kernels.combine_kernel in kernels
+
+
+# ---- shapes
+
+
+@pytest.mark.parametrize("shape", ["".join(axes) for axes in itertools.product(*zip("bhmn", "1111", strict=True))])
+def test_bias_of_every_shape(shape: str, device: torch.device) -> None:
+    case = Case(f"bias_{shape}", lengths=(37, 45), heads=(1, 2), widths=(16, 16), bias=shape, causal=True)
+    _assert_right(case, device)
+
+
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("group", [3, 5])
+def test_groups_that_do_not_divide_a_tile(group: int, layout: str, device: torch.device) -> None:
+    """Packed rows of one query lie in two tiles."""
+    case = Case(f"group_{group}_{layout}", lengths=(45, 70), heads=(2, group), layout=layout, window=(20, 11))
+    _assert_right(case, device)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("own_tiles", dtype=torch.bfloat16, lengths=(200, 200), batch=1, causal=True),
+        Case("own_tiles_rich", lengths=(70, 90), batch=1, causal=True, alibi="heads", dropout_p=0.2, bias="11mn"),
+        Case("own_tiles_wide", lengths=(33, 40), batch=1, widths=(300, 512), window=(9, 9)),
+    ],
+    ids=lambda case: case.id,
+)
+def test_tiles_of_a_gpu(case: Case, device: torch.device) -> None:
+    """Interpreted with the tiles that configs.py has, which is what else runs with `--device cuda`."""
+    _assert_right(case, device, tiles=None, is_finite=False)
+
+
+@needs_interpreter
+def test_no_number_overflows(device: torch.device) -> None:
+    """32-bit positions, edges and offsets, with limits and a shift as large as they go."""
+    window = (2**62, 2**61)
+    for case in (
+        Case("wide_limits", lengths=(33, 40), batch=1, window=window, shift=7, alibi="heads", widths=(16, 16)),
+        Case("far_shift", lengths=(33, 40), batch=1, window=(None, 2**40), shift=2**40, widths=(16, 16)),
+        Case("wide_varlen", lengths=(33, 40), layout="varlen", window=window, widths=(16, 16)),
+    ):
+        inputs = Target("triton").inputs(case, device)
+        with interpreting(LARGE_TILES, checks_overflow=True):
+            result, gradients = inputs.run("triton")
+        assert not faults(inputs, result, gradients), case.id
+
+
+# ---- which tiles are visited
+
+_BLOCK_M, _BLOCK_N, _SEQLEN_Q, _SEQLEN_K = 16, 32, 70, 100
+
+
+@needs_interpreter
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("shift", [-20, 0, 40])
+def test_no_empty_tile_is_visited_and_no_full_one_masked(shift: int, group: int) -> None:
+    """The ranges of the device against every pair of the band."""
+    from interpreter_patches import device_call
+
+    from tilestream.backends.triton import call, tiles
+
+    for left, right in itertools.product((None, 0, 30), repeat=2):
+        case = Case("ranges", lengths=(_SEQLEN_Q, _SEQLEN_K), heads=(1, group), window=(left, right), shift=shift)
+        facts = call.facts_of(case.problem("cpu", is_backward=True), Config(_BLOCK_M, _BLOCK_N, 4, 1), 1, "ieee")
+        edges = shift - (left or 0), shift + (right or 0)
+        sequence = tiles.Sequence(0, 0, 0, 0, _SEQLEN_Q, _SEQLEN_K, shift, *edges)
+        # Every query once per head of the group, as the rows of a KV head are packed.
+        visible = visible_mask(case, _SEQLEN_Q, _SEQLEN_K).repeat_interleave(group, dim=0)
+        with interpreting():
+            for m_start in range(0, len(visible), _BLOCK_M):
+                ranges = device_call(tiles.key_ranges, m_start, sequence, facts)
+                _check_ranges(ranges, visible[m_start : m_start + _BLOCK_M], _BLOCK_N, may_be_cut=False)
+            for n_start in range(0, _SEQLEN_K, _BLOCK_N):
+                ranges = device_call(tiles.query_ranges, n_start, sequence, facts)
+                _check_ranges(ranges, visible[:, n_start : n_start + _BLOCK_N].T, _BLOCK_M, may_be_cut=True)
+
+
+def _check_ranges(ranges: tuple[int, ...], visible: Tensor, block: int, may_be_cut: bool) -> None:
+    """`visible` (rows of one tile, everything that they may visit); whether a tile cut short may be FULL."""
+    lo, full_lo, full_hi, hi = ranges
+    for start in range(0, visible.shape[1], block):
+        tile = visible[:, start : start + block]
+        assert (lo <= start < hi) == bool(tile.any())
+        is_whole, is_full = tile.shape[1] == block, full_lo <= start < full_hi
+        if is_full:
+            assert tile.all()
+            assert is_whole or may_be_cut
+        elif lo <= start < hi:
+            assert not (tile.all() and is_whole)
+
+
+# ---- memory
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the guard pages are Linux's")
+@pytest.mark.parametrize("what", ["truths", "lies"])
+def test_kernels_stay_inside_of_their_tensors(what: str) -> None:
+    """Also where cu_seqlens are wrong, which a GPU would not say."""
+    environment = {**os.environ, "PYTHONPATH": str(_WORKER.parent.parent)}
+    done = subprocess.run(
+        [sys.executable, _WORKER, what], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all in bounds" in done.stdout
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_flag_is_read_by_the_program_that_it_is_of(
+    dtype: torch.dtype, is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exact kernel has the programs and tiles of the one before it; and lse is padded to whole tiles of rows."""
+    from tilestream.backends.triton import plan
+
+    monkeypatch.setattr(plan, "_is_small", lambda device: is_small)
+    forward_plan, backward_plan = plan._forward_plan.__wrapped__, plan._backward_plan.__wrapped__
+    how = plan.How(1, "ieee", torch.device("cpu"))
+    for width, layout, lengths in itertools.product(
+        (16, 64, 128, 200, 512), ("dense", "varlen"), ((1, 1000), (300, 300))
+    ):
+        case = Case("plan", dtype, layout, lengths, widths=(width, width), causal=True, alibi="heads", bias="11mn")
+        for bare in (dataclasses.replace(case, alibi=None, bias=None), case):
+            problem = bare.problem("cpu", is_backward=True)
+            steps = [*forward_plan(problem, how), *backward_plan(problem, how, True)]
+            flagging = None
+            for step in steps:
+                if step.kernel.__name__.startswith("exact_"):
+                    assert flagging is not None
+                    assert flagging.num_programs == step.num_programs
+                    side = "block_n" if step.kernel.__name__ == "exact_key_kernel" else "block_m"
+                    assert getattr(flagging.config, side) == getattr(step.config, side)
+                if step.kernel.__name__.endswith("key_kernel"):
+                    assert step.facts.row_block % step.config.block_m == 0
+                flagging = step if step.facts.flags else None
+
+
+# ---- what it refuses
+
+
+def test_it_takes_a_cpu_only_where_it_is_interpreted() -> None:
+    problem = Case("plain").problem("cpu", is_backward=False)
+    supports = dispatch.backend("triton").supports
+    assert "it runs on GPUs" in str(supports(problem))
+    if is_ready():
+        with interpreting():
+            assert supports(problem) is None

@@ -1,0 +1,121 @@
+"""Triton kernels are compiled for GPUs that are not here: nothing spills, and the matrix units do the products.
+
+What a row uses is in the failure's message. ``serial`` is what ptxas notes as C7515: it waits for every single product.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+_WORKER = Path(__file__).with_name("triton_compile_worker.py")
+_NUM_WORKERS = 2
+
+
+class Row(NamedTuple):
+    """One kernel of one kind of call (`triton_compile_worker.problem_of`) on one GPU."""
+
+    gpu: str
+    kind: str
+    dtype: str
+    head_dim: int
+    kernel: str
+
+    @property
+    def id(self) -> str:
+        return "-".join(map(str, self))
+
+
+def _rows(gpus: str, kind: str, dtype: str, head_dims: tuple[int, ...], kernels: str) -> list[Row]:
+    return [Row(*row) for row in itertools.product(gpus.split(), [kind], [dtype], head_dims, kernels.split())]
+
+
+# A kernel takes 1 to 8 seconds. float16 differs from bfloat16 in nothing but names.
+ROWS = [
+    *_rows("sm_90 sm_80 gfx942", "plain", "bfloat16", (64, 128, 256, 512), "forward query key"),
+    *_rows("sm_90", "rich", "bfloat16", (64, 128), "forward query key bias"),
+    *_rows("sm_90", "rich", "bfloat16", (256,), "query key"),
+    *_rows("sm_80 gfx942", "rich", "bfloat16", (128,), "forward query key bias"),
+    *_rows("sm_90", "decode", "bfloat16", (128,), "forward_splits combine"),
+    *_rows("sm_90", "plain", "bfloat16", (64,), "exact_forward delta exact_query exact_key"),
+    *_rows("gfx942", "rich", "bfloat16", (512,), "delta exact_key"),
+    *_rows("sm_90", "plain", "float16", (64,), "forward"),
+    *_rows("sm_90 gfx942", "plain", "float32", (64,), "forward query key"),
+    *_rows("sm_90", "plain", "float32", (128,), "key"),
+]
+
+# What is known to be less than it could be, with what it was when it was written down; a row that gets better goes.
+KNOWN: dict[str, set[str]] = {
+    # Everything at once with wide heads, where tiles that fit into registers are too low for wgmma, or wait for it.
+    "sm_90-rich-bfloat16-256-query": {"serial"},  # 65 waits for 65 products
+    "sm_90-rich-bfloat16-256-key": {"no_wgmma"},
+    # The widest heads there are.
+    "sm_90-plain-bfloat16-512-key": {"no_wgmma"},
+    "gfx942-plain-bfloat16-512-query": {"spills"},  # 88 bytes
+    "gfx942-plain-bfloat16-512-key": {"spills"},  # 192 bytes
+    "gfx942-rich-bfloat16-512-delta": {"spills"},  # 420 bytes
+    # Wide heads in float32, of which every product is six.
+    "sm_90-plain-float32-128-key": {"spills"},  # 720 bytes
+}
+
+_WITHOUT_PRODUCTS = ("delta", "combine")
+
+
+@pytest.fixture(scope="module")
+def uses(tmp_path_factory: pytest.TempPathFactory) -> dict[Row, dict[str, Any]]:
+    """What every row uses, from `_NUM_WORKERS` processes side by side."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    folder = tmp_path_factory.mktemp("rows")
+    shares = [ROWS[start::_NUM_WORKERS] for start in range(_NUM_WORKERS)]
+    with ThreadPoolExecutor(_NUM_WORKERS) as workers:
+        found = list(workers.map(_compile, shares, [folder / f"{index}.json" for index in range(_NUM_WORKERS)]))
+    return {row: use for share in found for row, use in share.items()}
+
+
+def _compile(rows: list[Row], path: Path) -> dict[Row, dict[str, Any]]:
+    path.write_text(json.dumps([row._asdict() for row in rows]), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(_WORKER.parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, _WORKER, path], env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return dict(zip(rows, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def faults(row: Row, use: dict[str, Any]) -> set[str]:
+    """What is wrong with the binary of a row."""
+    is_half, has_products = row.dtype != "float32", row.kernel not in _WITHOUT_PRODUCTS
+    is_rare = row.kernel.startswith("exact_")
+    wgmma, mma = use.get("wgmma", 0), use["mma"]
+    found = {
+        "shared": use["shared"] > use["shared_limit"],
+        # A kernel that runs where numbers are not finite may be slow there.
+        "spills": use["spilled"] > 0 and not is_rare,
+        "scalar": has_products and is_half and wgmma + mma == 0,
+        # The 16 rows of a decoding tile are too few for it.
+        "no_wgmma": has_products and is_half and row.gpu == "sm_90" and wgmma == 0 < mma and row.kind != "decode",
+        "serial": wgmma > 0 and 2 * use["waits"] >= wgmma and not is_rare,
+    }
+    return {fault for fault, is_there in found.items() if is_there}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_compiles_without_waste(row: Row, uses: dict[Row, dict[str, Any]]) -> None:
+    assert "error" not in uses[row], uses[row]["error"]
+    assert faults(row, uses[row]) == KNOWN.get(row.id, set()), f"{row.id}: {uses[row]}"
+
+
+def test_known_faults_are_of_rows() -> None:
+    assert KNOWN.keys() <= {row.id for row in ROWS}
+    assert len(set(ROWS)) == len(ROWS)

@@ -1,0 +1,147 @@
+"""Run by test_triton_compile.py, outside of the interpreter: compiles kernels for GPUs that are not here.
+
+Usage: python triton_compile_worker.py FILE, with a JSON list of rows, of which each is answered by a line of JSON: what
+the binary of that kernel uses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tilestream.backends.triton import plan
+from tilestream.backends.triton.call import Tensors, precision_of
+from tilestream.backends.triton.launch import Step, options, source
+from tilestream.problem import Problem
+from tilestream.spec import AttentionSpec, Band
+
+# Target, and the shared memory of a program.
+_GPUS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163 << 10),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227 << 10),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 << 10),
+}
+_NVIDIA_TOOL = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+_CPU = torch.device("cpu")
+
+
+def problem_of(gpu: str, kind: str, dtype: torch.dtype, head_dim: int) -> Problem:
+    """``plain`` is causal; ``rich`` has everything, packed; ``decode`` is a query per sequence."""
+    is_rich = kind == "rich"
+    spec = AttentionSpec(
+        band=Band(300, 20) if is_rich else Band(None, 0),
+        scale=0.1,
+        softcap=20.0 if is_rich else 0.0,
+        dropout_p=0.1 if is_rich else 0.0,
+        has_bias=is_rich,
+        has_alibi=is_rich,
+        has_sinks=is_rich,
+    )
+    dense = Problem.dense(
+        batch=2,
+        seqlen_q=1 if kind == "decode" else 8192,
+        seqlen_k=8192,
+        num_heads_q=12 if is_rich else 4,
+        num_heads_kv=4,
+        head_dim=head_dim,
+        dtype=dtype,
+        # AMD's name in torch is cuda, and what float32 products are made of follows from how torch was built.
+        device_type="xpu" if gpu == "gfx942" else "cuda",
+        spec=spec,
+    )
+    return dense.packed([8192, 100], [8192, 100]) if is_rich else dense
+
+
+def steps_of(problem: Problem) -> dict[str, Step]:
+    """Every kernel of a call by its name, with the tiles that configs.py has for it."""
+    how = plan.How(16 // problem.dtype.itemsize, precision_of(problem), _CPU)
+    steps = [*plan._forward_plan(problem, how), *plan._backward_plan(problem, how, True)]
+    if problem.spec.has_bias:
+        shape = torch.Size((1, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k))
+        steps.append(plan._bias_plan(problem, how, shape)[1])
+    names = [step.kernel.__name__.removesuffix("_kernel") + "_splits" * step.facts.has_splits for step in steps]
+    return dict(zip(names, steps, strict=True))
+
+
+def dtypes_of(problem: Problem, name: str, step: Step) -> list[torch.dtype | None]:
+    """Of `Tensors`, those that the plan passes to this kernel."""
+    spec = problem.spec
+    rows, numbers = ["q", "k", "v", "out"], ["lse"]
+    present: dict[str, torch.dtype] = {}
+    if spec.has_bias:
+        rows.append("bias")
+    numbers += ["slopes"] * spec.has_alibi + ["sinks"] * spec.has_sinks
+    if name not in ("forward", "forward_splits", "combine", "exact_forward"):
+        rows += ["dout", "dq", "dk", "dv"]
+        numbers += ["dlse", "delta", "row_lse", "row_delta"] + ["dbias"] * (name == "bias")
+    if name in ("forward_splits", "combine"):
+        numbers += ["out_parts", "lse_parts"]
+    if spec.dropout_p > 0:
+        present["seed"] = torch.int64
+    if problem.layout == "varlen":
+        present["cu_seqlens_q"] = present["cu_seqlens_k"] = torch.int32
+    if step.facts.flags or name.startswith("exact_"):
+        present["flags"] = torch.int32
+    present |= dict.fromkeys(rows, problem.dtype) | dict.fromkeys(numbers, torch.float32)
+    assert present.keys() <= set(Tensors._fields)
+    return [present.get(field) for field in Tensors._fields]
+
+
+def compiled(gpu: str, kind: str, dtype: str, head_dim: int, kernel: str) -> dict[str, Any]:
+    """What the kernel uses; bytes of spills are of a thread."""
+    target, shared_bytes = _GPUS[gpu]
+    plan._is_small = lambda device: shared_bytes < plan._HOPPER_SHARED_BYTES
+    plan._num_processors = lambda device: 128
+    for name in ("_forward_plan", "_backward_plan", "_bias_plan"):
+        getattr(plan, name).cache_clear()
+    problem = problem_of(gpu, kind, getattr(torch, dtype), head_dim)
+    step = steps_of(problem)[kernel]
+    binary = triton.compile(
+        source(step.kernel, step.facts, dtypes_of(problem, kernel, step)),
+        target=target,
+        options=options(step.config, target.backend),
+    )
+    uses = _nvidia_uses(binary.asm["cubin"]) if target.backend == "cuda" else _amd_uses(binary.asm["amdgcn"])
+    config = step.config
+    tiles = f"{config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stages"
+    return {"shared": binary.metadata.shared, "shared_limit": shared_bytes, "tiles": tiles, **uses}
+
+
+def _nvidia_uses(cubin: bytes) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        usage, code = (
+            subprocess.run([_NVIDIA_TOOL, option, path], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    (stack,) = re.findall(r"STACK:(\d+)", usage)
+    return {
+        "spilled": int(stack),
+        "wgmma": len(re.findall(r"\bHGMMA\b", code)),
+        "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code)),
+        "mma": len(re.findall(r"\bHMMA\b", code)),
+    }
+
+
+def _amd_uses(code: str) -> dict[str, int]:
+    (scratch,) = re.findall(r"\.private_segment_fixed_size:\s*(\d+)", code)
+    return {"spilled": int(scratch), "mma": code.count("v_mfma")}
+
+
+if __name__ == "__main__":
+    for row in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        try:
+            answer = compiled(**row)
+        except Exception as error:  # of the compiler: the failure of this row, and of no other
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
