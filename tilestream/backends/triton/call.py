@@ -33,6 +33,8 @@ __all__ = [
 # Positions and edges stay within 32 bits: an edge beyond every position is as good as one further away.
 _FARTHEST = 2**29
 _LOG2E = math.log2(math.e)
+# What float32 knows as more than 0: a masked score of -inf times 0 would be NaN.
+_SMALLEST_SCALE = 2.0**-126
 _BYTES_AT_ONCE = 16
 _NUM_ROW_TENSORS = 8
 
@@ -166,7 +168,7 @@ def facts_of(problem: Problem, config: Config, unit: int, precision: str, **more
         has_bias=spec.has_bias,
         has_sinks=spec.has_sinks,
         has_dropout=keep_threshold(spec.dropout_p) < 2**32,
-        folds_scale=spec.scale > 0 and spec.softcap == 0 and not spec.has_alibi and not spec.has_bias,
+        folds_scale=spec.scale >= _SMALLEST_SCALE and spec.softcap == 0 and not spec.has_alibi and not spec.has_bias,
         is_float32=problem.dtype == torch.float32,
         precision=precision,
         **more,
