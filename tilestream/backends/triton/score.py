@@ -18,6 +18,8 @@ __all__ = ["LN2", "LOG2E", "keep_tile", "probabilities", "row_slopes", "score_de
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 _NEAR_ZERO = tl.constexpr(0.45)
+# Times LOG2E it is the lowest float32, nearly.
+_LOWEST_BIAS = tl.constexpr(-2.35e38)
 
 
 @triton.jit
@@ -63,7 +65,10 @@ def _bias_tile(i, j, head, are_inside, sequence, tensors, numbers):
     strides = numbers.bias_strides
     offsets = sequence.batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     offsets = offsets + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
-    return tl.load(tensors.bias + offsets, are_inside & (j < sequence.seqlen_k), other=0.0).to(tl.float32) * LOG2E
+    bias = tl.load(tensors.bias + offsets, are_inside & (j < sequence.seqlen_k), other=0.0).to(tl.float32)
+    # The most negative numbers must not become -inf, which hides.
+    scaled = tl.where(bias < _LOWEST_BIAS, _LOWEST_BIAS, bias) * LOG2E
+    return tl.where(bias == float("-inf"), bias, scaled)
 
 
 @triton.jit
