@@ -10,7 +10,7 @@ import sys
 
 import torch
 from guard_worker import guard, problems, results_guarded, run
-from interpreter import SMALL_TILES, import_interpreted, interpreting
+from interpreter import import_interpreted, interpreting
 
 import tilestream.backends.triton as backend
 from tilestream.problem import AttentionInputs, Problem
@@ -63,6 +63,6 @@ def _lying(inputs: AttentionInputs, starts_q: list[int], starts_k: list[int]) ->
 
 if __name__ == "__main__":
     import_interpreted()
-    with interpreting(SMALL_TILES):
+    with interpreting((64, 64)):
         {"truths": check_truths, "lies": check_lies}[sys.argv[1]]()
     print("all in bounds")
