@@ -36,12 +36,10 @@ _Table = dict[int, dict[str, Config]]
 # Kernel -> Config, by the larger head dimension on chip. 16-bit inputs and a plain call:
 _HALF: _Table = {
     64: {"forward": Config(64, 64, 4, 3, 128), "key": Config(64, 64, 4, 3), "query": Config(64, 64, 4, 3)},
-    128: {"forward": Config(64, 64, 4, 3), "key": Config(64, 64, 4, 2), "query": Config(128, 64, 8, 3)},
-    256: {"forward": Config(128, 64, 8, 2), "key": Config(32, 64, 8, 2), "query": Config(128, 32, 8, 3)},
+    128: {"forward": Config(128, 128, 8, 3), "key": Config(64, 64, 4, 2), "query": Config(128, 64, 8, 3)},
+    256: {"forward": Config(128, 64, 8, 2), "key": Config(64, 64, 8, 2), "query": Config(128, 32, 8, 3)},
     512: {"forward": Config(64, 32, 8, 1), "key": Config(16, 32, 8, 1), "query": Config(64, 16, 8, 1)},
 }
-# Without a band there are no tiles to skip, so that larger ones win.
-_HALF_FULL: _Table = {**_HALF, 128: {**_HALF[128], "forward": Config(128, 128, 8, 3)}}
 # What stands between the dot products and the softmax takes registers.
 _HALF_RICH: _Table = {
     64: {"forward": Config(64, 64, 4, 3), "key": Config(32, 64, 8, 2), "query": Config(64, 32, 4, 2)},
@@ -50,8 +48,8 @@ _HALF_RICH: _Table = {
     512: {"forward": Config(32, 32, 8, 1), "key": Config(16, 32, 8, 1), "query": Config(32, 16, 8, 1)},
 }
 _SINGLE: _Table = {
-    64: {"forward": Config(128, 64, 8, 2), "key": Config(64, 32, 4, 2), "query": Config(128, 32, 8, 2)},
-    128: {"forward": Config(128, 32, 8, 2), "key": Config(32, 32, 4, 1), "query": Config(64, 32, 4, 2)},
+    64: {"forward": Config(128, 64, 8, 2), "key": Config(32, 64, 4, 1), "query": Config(64, 64, 4, 1)},
+    128: {"forward": Config(128, 64, 8, 2), "key": Config(32, 32, 4, 1), "query": Config(128, 32, 8, 1)},
     256: {"forward": Config(32, 32, 8, 1), "key": Config(16, 16, 4, 1), "query": Config(32, 16, 8, 1)},
     512: {"forward": Config(16, 16, 8, 1), "key": Config(16, 16, 8, 1), "query": Config(16, 16, 8, 1)},
 }
@@ -107,9 +105,7 @@ def _table(problem: Problem, is_small: bool) -> _Table:
         return _SMALL_HALF if is_half else _SMALL_SINGLE
     if spec.softcap > 0 or spec.has_alibi or spec.has_bias or spec.dropout_p > 0:
         return _HALF_RICH if is_half else _SINGLE_RICH
-    if not is_half:
-        return _SINGLE
-    return _HALF_FULL if spec.band.is_unlimited else _HALF
+    return _HALF if is_half else _SINGLE
 
 
 def num_splits(problem: Problem, config: Config, num_processors: int) -> tuple[int, int]:
