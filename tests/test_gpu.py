@@ -108,7 +108,8 @@ def test_compiled_with_changing_lengths() -> None:
 
 
 def test_more_than_two_to_the_31_elements() -> None:
-    seqlen, last = 140_000, 300
+    # Whole tiles are cut off, so that the rest is the same tiles and the same bits.
+    seqlen, last = 140_032, 384
     tensors = _tensors(1, seqlen, 128, 128)
     assert tensors[0].numel() > 2**31
     got = _attend(tensors, window=(63, 0))
@@ -116,7 +117,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     wanted = _attend(tail, window=(63, 0))
     # Rows that see none of the keys that were cut off, and keys that all their rows see.
     for ours, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours[:, -last + 200 :], theirs[:, 200:], rtol=0, atol=1e-2)
+        assert torch.equal(ours[:, -last + 200 :], theirs[:, 200:])
 
 
 def test_more_batch_entries_and_heads_than_a_grid_dimension() -> None:
