@@ -64,7 +64,7 @@ def problem_of(gpu: str, kind: str, dtype: torch.dtype, head_dim: int) -> Proble
 def steps_of(problem: Problem) -> dict[str, Step]:
     """Every kernel of a call by its name, with the tiles that configs.py has for it."""
     how = plan.How(16 // problem.dtype.itemsize, precision_of(problem), _CPU)
-    steps = [*plan._forward_plan(problem, how), *plan._backward_plan(problem, how, True)]
+    steps = [*plan._forward_plan(problem, how)[0], *plan._backward_plan(problem, how, True)]
     if problem.spec.has_bias:
         shape = torch.Size((1, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k))
         steps.append(plan._bias_plan(problem, how, shape)[1])

@@ -1,10 +1,10 @@
 """``tilestream warmup``: compile the Triton kernels of chosen calls ahead, so that no later process waits for them.
 
 What a kernel is compiled for follows from the widths, the query heads per KV head, the dtype and the features. A length
-changes two things about the forward alone: a few packed rows (decoding) have tiles of their own, and a few row tiles
-over many keys split the keys. So four forwards and one backward are all that a variant needs. Tensors are as most
-callers have them: rows start at multiples of 16 bytes, a bias has the dtype of the query and every row and key, lse has
-no gradient, and float32 is multiplied as torch does by default, without TF32.
+changes one thing, and of the forward alone: a few packed rows (decoding) have tiles of their own. So two forwards and
+one backward are all that a variant needs. Tensors are as most callers have them: rows start at multiples of 16 bytes, a
+bias has the dtype of the query and every row and key, lse has no gradient, and float32 is multiplied as torch does by
+default, without TF32.
 """
 
 from __future__ import annotations
@@ -95,13 +95,8 @@ class Call(NamedTuple):
         return dense.packed([self.seqlen_q], [self.seqlen_k]) if "varlen" in features else dense
 
 
-# Name, queries, keys. The fewest queries that no group makes few, so that their row tiles are few and split the keys.
-_FORWARDS = (
-    ("prefill", 64, 64),
-    ("prefill, many keys", 17, 4096),
-    ("decode", 1, 64),
-    ("decode, many keys", 1, 4096),
-)
+# Name, queries, keys.
+_FORWARDS = (("prefill", 64, 64), ("decode", 1, 64))
 
 
 class _Compiled(NamedTuple):
@@ -177,7 +172,7 @@ def plan(variants: Sequence[Variant], with_backward: bool) -> list[Call]:
     """The calls that compile every kernel of the variants, without repetitions."""
     calls = []
     for variant in dict.fromkeys(variants):
-        # Packed calls neither split keys nor have small tiles: their lengths are on the device.
+        # Packed calls have no small tiles: their lengths are on the device.
         forwards = _FORWARDS[:1] if "varlen" in variant.features else _FORWARDS
         calls += [Call(variant, *sizes) for sizes in forwards]
         if with_backward:

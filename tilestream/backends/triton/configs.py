@@ -49,7 +49,7 @@ _HALF_RICH: _Table = {
 }
 _SINGLE: _Table = {
     64: {"forward": Config(128, 64, 8, 2), "key": Config(32, 64, 4, 1), "query": Config(64, 64, 4, 1)},
-    128: {"forward": Config(128, 64, 8, 2), "key": Config(32, 32, 4, 2), "query": Config(128, 32, 8, 1)},
+    128: {"forward": Config(128, 64, 8, 2), "key": Config(64, 32, 8, 2), "query": Config(128, 32, 8, 1)},
     256: {"forward": Config(32, 32, 8, 1), "key": Config(16, 16, 4, 1), "query": Config(32, 16, 8, 1)},
     512: {"forward": Config(16, 16, 8, 1), "key": Config(16, 16, 8, 1), "query": Config(16, 16, 8, 1)},
 }

@@ -44,7 +44,7 @@ class Step:
     kernel: Any
     config: Config
     facts: Facts
-    num_programs: int
+    num_programs: int  # 0: compiled and not run
     sizes: tuple[Any, ...]  # the first numbers; strides follow
     # By what the tensors still decide.
     compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -62,7 +62,8 @@ def launch(step: Step, tensors: Tensors, strides: tuple[Any, ...]) -> None:
     """Launch on the device of the tensors and its current stream; nothing waits for it."""
     numbers = Numbers._make(step.sizes + strides)
     if isinstance(step.kernel, InterpretedFunction):
-        step.kernel[(step.num_programs,)](tensors, numbers, step.facts)
+        if step.num_programs > 0:
+            step.kernel[(step.num_programs,)](tensors, numbers, step.facts)
         return
     device = tensors.q.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -78,7 +79,8 @@ def _launch_here(step: Step, tensors: Tensors, numbers: Numbers) -> None:
     compiled = step.compiled.get(key)
     if compiled is None:
         compiled = step.compiled[key] = _compiled(step, tensors)
-    compiled[(step.num_programs, 1, 1)](tensors, numbers, step.facts)
+    if step.num_programs > 0:
+        compiled[(step.num_programs, 1, 1)](tensors, numbers, step.facts)
 
 
 def _compiled(step: Step, tensors: Tensors) -> Any:

@@ -104,7 +104,10 @@ class _Call:
 
     def forward(self) -> None:
         """out and lse."""
-        self._run(_forward_plan(self.problem, self.how))
+        steps, others = _forward_plan(self.problem, self.how)
+        self._run(steps)
+        if not all(step.compiled for step in others):
+            self._run(others)
 
     def backward(self) -> None:
         """delta, dq, dk and dv."""
@@ -134,7 +137,7 @@ class _Call:
                     lse_parts=tensors.lse.new_empty(parts),
                 )
             if step.kernel is forward_kernels.exact_forward_kernel:
-                # One kernel, with and without splits.
+                # One kernel, whether keys are split or not.
                 tensors = tensors._replace(out_parts=None, lse_parts=None)
             if step.kernel is backward_kernels.delta_kernel:
                 rows = step.num_programs * step.config.block_m
@@ -168,23 +171,26 @@ def _without_idle_limits(problem: Problem) -> Problem:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward_plan(problem: Problem, how: How) -> tuple[Step, ...]:
+def _forward_plan(problem: Problem, how: How) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The kernels of a call; and those that another length of keys would need, to be compiled along with them."""
     hides = _can_hide(problem)
     config = _config("forward", problem, how)
     splits, split_keys = num_splits(problem, config, _num_processors(how.device))
-    if splits > 1:
-        sizes = {"num_splits": splits, "split_keys": split_keys}
-        steps = [
-            _row_step(forward_kernels.forward_kernel, config, problem, how, {"has_splits": True}, sizes),
-            _row_step(forward_kernels.combine_kernel, config, problem, how, {"flags": hides}, sizes),
-        ]
-    else:
-        steps = [_row_step(forward_kernels.forward_kernel, config, problem, how, {"flags": hides})]
+    sizes = {"num_splits": splits, "split_keys": split_keys}
+    whole = [_row_step(forward_kernels.forward_kernel, config, problem, how, {"flags": hides})]
+    split = [
+        _row_step(forward_kernels.forward_kernel, config, problem, how, {"has_splits": True}, sizes),
+        _row_step(forward_kernels.combine_kernel, config, problem, how, {"flags": hides}, sizes),
+    ]
+    # (One kernel for both would be 4 % slower.)
+    steps, others = (split, whole) if splits > 1 else (whole, split)
+    if problem.layout == "varlen":
+        others = []
     if hides:
         steps.append(
             _row_step(forward_kernels.exact_forward_kernel, _config("exact_forward", problem, how), problem, how)
         )
-    return tuple(steps)
+    return tuple(steps), tuple(dataclasses.replace(step, num_programs=0) for step in others)
 
 
 @functools.lru_cache(maxsize=1024)
