@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Before numpy is loaded. In Triton's interpreter its threads gain nothing, and where something else runs they spin: three
-# times the time.
+# Before numpy is loaded. In Triton's interpreter its threads gain nothing, and where something else runs they spin:
+# three times the time.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import pytest

@@ -79,8 +79,10 @@ def _launch_here(step: Step, tensors: Tensors, numbers: Numbers) -> None:
     compiled = step.compiled.get(key)
     if compiled is None:
         compiled = step.compiled[key] = _compiled(step, tensors)
+    # Loads the kernel and builds its launcher, which is part of what a first call waits for.
+    run = compiled[(step.num_programs, 1, 1)]
     if step.num_programs > 0:
-        compiled[(step.num_programs, 1, 1)](tensors, numbers, step.facts)
+        run(tensors, numbers, step.facts)
 
 
 def _compiled(step: Step, tensors: Tensors) -> Any:
