@@ -19,6 +19,7 @@ from targets import Target
 from tolerance import faults
 from torch import Tensor
 
+import tilestream
 from tilestream import dispatch
 from tilestream.backends.triton.configs import Config
 
@@ -66,6 +67,24 @@ def test_splits(case: Case, is_finite: bool, device: torch.device, monkeypatch: 
     monkeypatch.setattr(plan, "launch", launch_and_note)
     _assert_right(case, device, tiles=(16, 64), is_finite=is_finite)
     assert plan.forward_kernels.combine_kernel in kernels
+
+
+def test_kernels_for_another_length_take_no_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compiled along with a call that does not split its keys, and not run."""
+    from tilestream.backends.triton import plan
+
+    elements = {}
+
+    def note(step: Any, tensors: Any, strides: Any) -> None:
+        if step.facts.has_splits:
+            elements[step.num_programs] = [x.numel() for x in (tensors.out_parts, tensors.lse_parts)]
+
+    monkeypatch.setattr(plan, "launch", note)
+    # So many row tiles that no GPU gains by splits.
+    query = torch.zeros(3, 6400, 4, 16, device=device)
+    with torch.no_grad(), Target("triton").in_use():
+        tilestream.attention(query, query, query, backend="triton")
+    assert elements == {0: [0, 0]}
 
 
 # ---- shapes

@@ -131,7 +131,8 @@ class _Call:
         for step in plan:
             if step.facts.has_splits and tensors.out_parts is None:
                 assert tensors.lse is not None
-                parts = step.sizes[_NUM_SPLITS], tensors.lse.numel()
+                splits = step.sizes[_NUM_SPLITS] if step.num_programs > 0 else 0
+                parts = splits, tensors.lse.numel()
                 tensors = tensors._replace(
                     out_parts=tensors.lse.new_empty(*parts, self.problem.head_dim_v),
                     lse_parts=tensors.lse.new_empty(parts),
