@@ -85,9 +85,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
 
     noted: set[Any] = set()
 
-    def note(step: Any, tensors: Any, strides: Any) -> None:
-        dtypes = tuple(x if x is None else x.dtype for x in tensors)
-        noted.add((step.kernel, step.config, step.facts, dtypes))
+    def note(steps: Any, others: Any, tensors: Any) -> None:
+        noted.update((step.kernel, step.config, step.facts, step.dtypes) for step in (*steps, *others))
 
     monkeypatch.setattr(kernels, "launch", note)
     return noted

@@ -59,10 +59,9 @@ def test_splits(case: Case, is_finite: bool, device: torch.device, monkeypatch: 
     kernels = []
     launch = plan.launch
 
-    def launch_and_note(step: Any, *arguments: Any) -> None:
-        if step.num_programs > 0:
-            kernels.append(step.kernel)
-        launch(step, *arguments)
+    def launch_and_note(steps: Any, *arguments: Any) -> None:
+        kernels.extend(step.kernel for step in steps)
+        launch(steps, *arguments)
 
     monkeypatch.setattr(plan, "launch", launch_and_note)
     _assert_right(case, device, tiles=(16, 64), is_finite=is_finite)
@@ -73,18 +72,20 @@ def test_kernels_for_another_length_take_no_memory(device: torch.device, monkeyp
     """They are compiled along with a call that does not split its keys, and not run."""
     from tilestream.backends.triton import plan
 
-    elements = {}
+    noted = []
 
-    def note(step: Any, tensors: Any, strides: Any) -> None:
-        if step.facts.has_splits:
-            elements[step.num_programs] = [x.numel() for x in (tensors.out_parts, tensors.lse_parts)]
+    def note(steps: Any, others: Any, tensors: Any) -> None:
+        noted.append(([step.facts.has_splits for step in (*steps, *others)], plan.Tensors._make(tensors)))
 
     monkeypatch.setattr(plan, "launch", note)
     # So many row tiles that no GPU gains by splits.
     query = torch.zeros(3, 6400, 4, 16, device=device)
     with torch.no_grad(), Target("triton").in_use():
         tilestream.attention(query, query, query, backend="triton")
-    assert elements == {0: [0, 0]}
+    ((has_splits, tensors),) = noted
+    # The kernel of the call; then the one that leaves parts, and the one that combines them.
+    assert has_splits == [False, True, False]
+    assert tensors.out_parts is tensors.lse_parts is None
 
 
 # ---- shapes
@@ -203,18 +204,20 @@ def test_a_flag_is_read_by_the_program_that_it_is_of(
     dtype: torch.dtype, is_small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exact kernel has the programs and tiles of the one before it; and lse is padded to whole tiles of rows."""
+    from triton_hows import hows
+
     from tilestream.backends.triton import plan
 
     monkeypatch.setattr(plan, "_is_small", lambda device: is_small)
     forward_plan, backward_plan = plan._forward_plan.__wrapped__, plan._backward_plan.__wrapped__
-    how = plan.How(1, "ieee", torch.device("cpu"))
     for width, layout, lengths in itertools.product(
         (16, 64, 128, 200, 512), ("dense", "varlen"), ((1, 1000), (300, 300))
     ):
         case = Case("plan", dtype, layout, lengths, widths=(width, width), causal=True, alibi="heads", bias="11mn")
         for bare in (dataclasses.replace(case, alibi=None, bias=None), case):
             problem = bare.problem("cpu", is_backward=True)
-            steps = [*forward_plan(problem, how)[0], *backward_plan(problem, how, True)]
+            forward_how, backward_how = hows(problem)
+            steps = [*forward_plan(problem, forward_how).steps, *backward_plan(problem, backward_how).steps]
             flagging = None
             for step in steps:
                 if step.kernel.__name__.startswith("exact_"):

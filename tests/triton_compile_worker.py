@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton_hows import hows
 
 from tilestream.backends.triton import plan
-from tilestream.backends.triton.call import Tensors, precision_of
 from tilestream.backends.triton.launch import Step, options, source
 from tilestream.problem import Problem
 from tilestream.spec import AttentionSpec, Band
@@ -31,7 +31,6 @@ _GPUS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 << 10),
 }
 _NVIDIA_TOOL = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
-_CPU = torch.device("cpu")
 
 
 def problem_of(gpu: str, kind: str, dtype: torch.dtype, head_dim: int) -> Problem:
@@ -63,37 +62,13 @@ def problem_of(gpu: str, kind: str, dtype: torch.dtype, head_dim: int) -> Proble
 
 def steps_of(problem: Problem) -> dict[str, Step]:
     """Every kernel of a call by its name, with the tiles that configs.py has for it."""
-    how = plan.How(16 // problem.dtype.itemsize, precision_of(problem), _CPU)
-    steps = [*plan._forward_plan(problem, how)[0], *plan._backward_plan(problem, how, True)]
+    forward_how, backward_how = hows(problem)
+    steps = [*plan._forward_plan(problem, forward_how).steps, *plan._backward_plan(problem, backward_how).steps]
     if problem.spec.has_bias:
         shape = torch.Size((1, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k))
-        steps.append(plan._bias_plan(problem, how, shape)[1])
+        steps += plan._bias_plan(problem, backward_how, shape).steps
     names = [step.kernel.__name__.removesuffix("_kernel") + "_splits" * step.facts.has_splits for step in steps]
     return dict(zip(names, steps, strict=True))
-
-
-def dtypes_of(problem: Problem, name: str, step: Step) -> list[torch.dtype | None]:
-    """Of `Tensors`, those that the plan passes to this kernel."""
-    spec = problem.spec
-    rows, numbers = ["q", "k", "v", "out"], ["lse"]
-    present: dict[str, torch.dtype] = {}
-    if spec.has_bias:
-        rows.append("bias")
-    numbers += ["slopes"] * spec.has_alibi + ["sinks"] * spec.has_sinks
-    if name not in ("forward", "forward_splits", "combine", "exact_forward"):
-        rows += ["dout", "dq", "dk", "dv"]
-        numbers += ["dlse", "delta", "row_lse", "row_delta"] + ["dbias"] * (name == "bias")
-    if name in ("forward_splits", "combine"):
-        numbers += ["out_parts", "lse_parts"]
-    if spec.dropout_p > 0:
-        present["seed"] = torch.int64
-    if problem.layout == "varlen":
-        present["cu_seqlens_q"] = present["cu_seqlens_k"] = torch.int32
-    if step.facts.flags or name.startswith("exact_"):
-        present["flags"] = torch.int32
-    present |= dict.fromkeys(rows, problem.dtype) | dict.fromkeys(numbers, torch.float32)
-    assert present.keys() <= set(Tensors._fields)
-    return [present.get(field) for field in Tensors._fields]
 
 
 def compiled(gpu: str, kind: str, dtype: str, head_dim: int, kernel: str) -> dict[str, Any]:
@@ -106,7 +81,7 @@ def compiled(gpu: str, kind: str, dtype: str, head_dim: int, kernel: str) -> dic
     problem = problem_of(gpu, kind, getattr(torch, dtype), head_dim)
     step = steps_of(problem)[kernel]
     binary = triton.compile(
-        source(step.kernel, step.facts, dtypes_of(problem, kernel, step)),
+        source(step.kernel, step.facts, step.dtypes),
         target=target,
         options=options(step.config, target.backend),
     )

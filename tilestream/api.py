@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,12 +98,8 @@ def attention(
         >>> tilestream.attention(query, key, value, causal=True).shape
         torch.Size([2, 128, 8, 64])
     """
-    options = _Options(
-        causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, seed=seed,
-        deterministic=deterministic, backend=backend,
-    )  # fmt: skip
-    inputs = AttentionInputs(query, key, value, bias, alibi_slopes, sinks)
-    return _dense(inputs, shift, options).out
+    options = _Options(causal, window, scale, softcap, dropout_p, seed, deterministic, backend, shift)
+    return _attend(AttentionInputs(query, key, value, bias, alibi_slopes, sinks), options, _check_dense).out
 
 
 def attention_with_lse(
@@ -141,12 +138,8 @@ def attention_with_lse(
         >>> tilestream.attention_with_lse(query, key, value).lse.shape
         torch.Size([1, 4, 16])
     """
-    options = _Options(
-        causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, seed=seed,
-        deterministic=deterministic, backend=backend,
-    )  # fmt: skip
-    inputs = AttentionInputs(query, key, value, bias, alibi_slopes, sinks)
-    return _dense(inputs, shift, options)
+    options = _Options(causal, window, scale, softcap, dropout_p, seed, deterministic, backend, shift)
+    return _attend(AttentionInputs(query, key, value, bias, alibi_slopes, sinks), options, _check_dense)
 
 
 def attention_varlen(
@@ -204,11 +197,10 @@ def attention_varlen(
         torch.Size([7, 2, 16])
     """
     options = _Options(
-        causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, seed=seed,
-        deterministic=deterministic, backend=backend,
-    )  # fmt: skip
+        causal, window, scale, softcap, dropout_p, seed, deterministic, backend, None, max_seqlen_q, max_seqlen_k
+    )
     inputs = AttentionInputs(query, key, value, bias, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k)
-    return _varlen(inputs, max_seqlen_q, max_seqlen_k, options).out
+    return _attend(inputs, options, _check_varlen).out
 
 
 def attention_varlen_with_lse(
@@ -251,14 +243,15 @@ def attention_varlen_with_lse(
         torch.Size([2, 7])
     """
     options = _Options(
-        causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, seed=seed,
-        deterministic=deterministic, backend=backend,
-    )  # fmt: skip
+        causal, window, scale, softcap, dropout_p, seed, deterministic, backend, None, max_seqlen_q, max_seqlen_k
+    )
     inputs = AttentionInputs(query, key, value, bias, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k)
-    return _varlen(inputs, max_seqlen_q, max_seqlen_k, options)
+    return _attend(inputs, options, _check_varlen)
 
 
-class _Options(TypedDict):
+class _Options(NamedTuple):
+    """Every argument that is not among the inputs."""
+
     causal: bool
     window: Window
     scale: float | None
@@ -267,107 +260,103 @@ class _Options(TypedDict):
     seed: int | Tensor | None
     deterministic: bool
     backend: str | None
+    shift: int | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
 
 
-# Plain calls that have passed every check: checking one again takes longer than attention over a few tokens.
-_KNOWN: dict[tuple[Any, ...], ops.Numbers] = {}
+# Calls that have passed every check: checking one again takes longer than attention over a few tokens.
+_KNOWN: dict[tuple[Any, ...], ops.Known] = {}
 _MAX_KNOWN = 1024
 
 
-def _signature(inputs: AttentionInputs, shift: int | None, options: _Options) -> tuple[Any, ...] | None:
-    """All that the checks look at, for plain tensors without any optional one; None for other calls."""
-    query, key, value, *optional = inputs
-    if torch.compiler.is_compiling() or any(x is not None for x in optional):
-        return None
-    for x in (query, key, value):
-        if type(x) not in ops.PLAIN_TYPES or x.layout is not torch.strided:
-            return None
-    arguments = (shift, *options.values())
-    if options["seed"] is not None or _has_autocast(query):
-        return None
+def _attend(
+    inputs: AttentionInputs, options: _Options, check: Callable[[AttentionInputs, _Options], AttentionInputs]
+) -> AttentionOutput:
+    signature = _signature(inputs, options)
     try:
-        hash(arguments)
+        known = None if signature is None else _KNOWN.get(signature)
     except TypeError:  # a list somewhere: right or wrong, the checks will say
-        return None
-    # Types too, because 1 equals True and 0 equals 0.0, and the checks tell them apart.
-    window = options["window"]
-    limits = map(type, window) if isinstance(window, tuple) else ()
-    return (
-        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device, torch.are_deterministic_algorithms_enabled()),
-        *arguments,
-        *map(type, arguments),
-        *limits,
-    )
-
-
-def _dense(inputs: AttentionInputs, shift: int | None, options: _Options) -> AttentionOutput:
-    signature = _signature(inputs, shift, options)
-    if signature is not None and (known := _KNOWN.get(signature)) is not None:
-        return ops.apply(inputs, known)
-    inputs, numbers = _checked(inputs, shift, options)
-    if signature is not None and numbers.dropout_p == 0:
+        signature = known = None
+    if known is not None:
+        return ops.apply_known(inputs, known)
+    inputs = check(inputs, options)
+    numbers = _numbers(inputs, options)
+    output = ops.apply(_draw_seed(inputs, options), numbers)
+    if signature is not None:
         if len(_KNOWN) >= _MAX_KNOWN:
             _KNOWN.clear()
-        _KNOWN[signature] = numbers
-    return ops.apply(_draw_seed(inputs, options), numbers)
+        _KNOWN[signature] = ops.know(inputs, numbers)
+    return output
 
 
-def _checked(inputs: AttentionInputs, shift: int | None, options: _Options) -> tuple[AttentionInputs, ops.Numbers]:
+def _signature(inputs: AttentionInputs, options: _Options) -> tuple[Any, ...] | None:
+    """All that the checks and the backends look at; None for a call that must be looked at every time."""
+    query, slopes = inputs.query, inputs.alibi_slopes
+    if query is None or not ops.is_eager(inputs) or torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
+        return None
+    # A seed is a tensor to be made, and the values of cu_seqlens are to be read where that is free or asked for.
+    if options.seed is not None or type(options.dropout_p) not in (int, float) or options.dropout_p != 0:
+        return None
+    if inputs.cu_seqlens_q is not None and (IS_DEBUGGING or not query.is_cuda):
+        return None
+    if slopes is not None and slopes.requires_grad:
+        return None
+    window = options.window
+    return (
+        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in inputs],
+        torch.are_deterministic_algorithms_enabled(),
+        options,
+        # Types too, because 1 equals True and 0 equals 0.0, and the checks tell them apart.
+        *map(type, options),
+        *(map(type, window) if isinstance(window, tuple) else ()),
+    )
+
+
+def _check_dense(inputs: AttentionInputs, options: _Options) -> AttentionInputs:
     check_types(inputs, is_varlen=False)
-    inputs = _prepare(inputs, options, shift=shift)
+    inputs = _prepare(inputs, options)
     check_tensors(inputs)
-    if shift is None:
-        shift = inputs.key.shape[1] - inputs.query.shape[1]
-    return inputs, _numbers(inputs, options, shift, None, None)
+    return inputs
 
 
-def _varlen(
-    inputs: AttentionInputs, max_seqlen_q: int | None, max_seqlen_k: int | None, options: _Options
-) -> AttentionOutput:
+def _check_varlen(inputs: AttentionInputs, options: _Options) -> AttentionInputs:
     check_types(inputs, is_varlen=True)
-    inputs = _prepare(inputs, options, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    check_tensors(inputs, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    inputs = _prepare(inputs, options)
+    limits = options.max_seqlen_q, options.max_seqlen_k
+    check_tensors(inputs, max_seqlen_q=limits[0], max_seqlen_k=limits[1])
     if _values_are_readable(inputs.cu_seqlens_q) and _values_are_readable(inputs.cu_seqlens_k):
-        check_cu_seqlens_values(inputs, max_seqlen_q, max_seqlen_k)
+        check_cu_seqlens_values(inputs, *limits)
     elif IS_DEBUGGING:
-        assert_cu_seqlens_values(inputs, max_seqlen_q, max_seqlen_k)
-    return ops.apply(_draw_seed(inputs, options), _numbers(inputs, options, None, max_seqlen_q, max_seqlen_k))
+        assert_cu_seqlens_values(inputs, *limits)
+    return inputs
 
 
-def _prepare(
-    inputs: AttentionInputs,
-    options: _Options,
-    *,
-    shift: int | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-) -> AttentionInputs:
+def _prepare(inputs: AttentionInputs, options: _Options) -> AttentionInputs:
     """Check the plain arguments, apply autocast, and turn a given seed into a tensor."""
     check_arguments(
-        causal=options["causal"],
-        deterministic=options["deterministic"],
-        backend=options["backend"],
-        window=options["window"],
-        scale=options["scale"],
-        softcap=options["softcap"],
-        dropout_p=options["dropout_p"],
-        shift=shift,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
+        causal=options.causal,
+        deterministic=options.deterministic,
+        backend=options.backend,
+        window=options.window,
+        scale=options.scale,
+        softcap=options.softcap,
+        dropout_p=options.dropout_p,
+        shift=options.shift,
+        max_seqlen_q=options.max_seqlen_q,
+        max_seqlen_k=options.max_seqlen_k,
     )
     inputs = _autocast(inputs)
-    seed = options["seed"]
-    if seed is not None:
-        seed = _seed_tensor(seed, inputs.query.device)
-        if options["dropout_p"] > 0:
+    if options.seed is not None:
+        seed = _seed_tensor(options.seed, inputs.query.device)
+        if options.dropout_p > 0:
             inputs = inputs._replace(seed=seed)
     return inputs
 
 
 def _draw_seed(inputs: AttentionInputs, options: _Options) -> AttentionInputs:
     """A seed from torch's generator where dropout needs one; last, so that a refused call draws nothing."""
-    if options["dropout_p"] == 0 or inputs.seed is not None:
+    if options.dropout_p == 0 or inputs.seed is not None:
         return inputs
     return inputs._replace(seed=torch.randint(2**62, (1,), dtype=torch.int64, device=inputs.query.device))
 
@@ -399,26 +388,22 @@ def _seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
     return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
-def _numbers(
-    inputs: AttentionInputs,
-    options: _Options,
-    shift: int | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-) -> ops.Numbers:
-    left, right = band_limits(options["causal"], options["window"])
-    scale = options["scale"]
+def _numbers(inputs: AttentionInputs, options: _Options) -> ops.Numbers:
+    left, right = band_limits(options.causal, options.window)
+    shift = options.shift
+    if shift is None and not inputs.is_varlen:
+        shift = inputs.key.shape[1] - inputs.query.shape[1]
     return ops.Numbers(
         left=left,
         right=right,
         shift=shift,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        scale=default_scale(inputs.query.shape[-1]) if scale is None else float(scale),
-        softcap=float(options["softcap"]),
-        dropout_p=float(options["dropout_p"]),
-        deterministic=options["deterministic"] or torch.are_deterministic_algorithms_enabled(),
-        backend=options["backend"],
+        max_seqlen_q=options.max_seqlen_q,
+        max_seqlen_k=options.max_seqlen_k,
+        scale=default_scale(inputs.query.shape[-1]) if options.scale is None else float(options.scale),
+        softcap=float(options.softcap),
+        dropout_p=float(options.dropout_p),
+        deterministic=options.deterministic or torch.are_deterministic_algorithms_enabled(),
+        backend=options.backend,
     )
 
 

@@ -17,16 +17,15 @@ from torch.autograd import forward_ad
 
 from tilestream import dispatch
 from tilestream.errors import UnsupportedError
-from tilestream.problem import AttentionInputs, Problem
+from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.spec import AttentionSpec, Band
 from tilestream.state import AttentionOutput
 
-__all__ = ["PLAIN_TYPES", "Numbers", "apply"]
+__all__ = ["PLAIN_TYPES", "Known", "Numbers", "apply", "apply_known", "is_eager", "know"]
 
 # Tensors without behaviour of their own: no fakes, no wrappers.
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
-_EAGER_DEVICES = ("cpu", "cuda")
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
@@ -116,16 +115,34 @@ _NUMBERS = (
 )
 
 
+class Known(NamedTuple):
+    """What holds for every call with one signature: the same arguments, and tensors of the same shapes and kinds."""
+
+    numbers: Numbers
+    forward: Callable[[AttentionInputs], AttentionOutput] | None = None  # `Backend.prepare`
+
+
+def know(inputs: AttentionInputs, numbers: Numbers) -> Known:
+    """`Known` of a validated call's signature."""
+    problem = numbers.problem(inputs)
+    return Known(numbers, dispatch.choose(problem, numbers.backend).prepare(problem, inputs))
+
+
 def apply(inputs: AttentionInputs, numbers: Numbers) -> AttentionOutput:
     """Run the operator on validated inputs; differentiable in query, key, value, bias and sinks."""
-    if not _is_eager(inputs):
+    if not is_eager(inputs):
         return AttentionOutput(*_call("attention", *inputs, *numbers))
+    return apply_known(inputs, Known(numbers))
+
+
+def apply_known(inputs: AttentionInputs, known: Known) -> AttentionOutput:
+    """`apply`, for inputs that `is_eager` holds for."""
     if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs]):
-        return AttentionOutput(*_EagerAttention.apply(*inputs, *numbers))
-    return AttentionOutput(*_attention(*inputs, *numbers))
+        return AttentionOutput(*_EagerAttention.apply(*inputs, known))
+    return _attend(inputs, known)
 
 
-def _is_eager(tensors: Iterable[Tensor | None]) -> bool:
+def is_eager(tensors: Iterable[Tensor | None]) -> bool:
     """Whether nobody is there to see an operator: plain tensors, no transform, mode, trace or profiler.
 
     PyTorch's dispatch of an operator written in Python takes longer (30 us) than attention over a few tokens, or than
@@ -136,7 +153,7 @@ def _is_eager(tensors: Iterable[Tensor | None]) -> bool:
     for x in tensors:
         if x is None:
             continue
-        if type(x) not in PLAIN_TYPES or x.device.type not in _EAGER_DEVICES:
+        if type(x) not in PLAIN_TYPES or not (x.is_cuda or x.is_cpu) or x.layout is not torch.strided:
             return False
         # What the dispatcher makes real first: a lazily negated tensor, and one that stands for zeros.
         if x.is_neg() or x._is_zerotensor():
@@ -189,10 +206,16 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
 # ---- forward
 
 
+def _attend(inputs: AttentionInputs, known: Known) -> AttentionOutput:
+    if known.forward is not None:
+        return known.forward(inputs)
+    problem = known.numbers.problem(inputs)
+    return dispatch.choose(problem, known.numbers.backend).forward(problem, inputs)
+
+
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, numbers = _split(arguments)
-    problem = numbers.problem(inputs)
-    return tuple(dispatch.choose(problem, numbers.backend).forward(problem, inputs))  # type: ignore[return-value]
+    return tuple(_attend(inputs, Known(numbers)))  # type: ignore[return-value]
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -202,8 +225,12 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_NUM_INPUTS], *output)
-    ctx.numbers = inputs[_NUM_INPUTS:]
+    _save(ctx, inputs[:_NUM_INPUTS], output, inputs[_NUM_INPUTS:])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], numbers: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.numbers = numbers
     # A gradient of lse that nobody asked for stays None, which spares reading zeros.
     ctx.set_materialize_grads(False)
 
@@ -217,8 +244,8 @@ def _attention_autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> t
     dout = torch.zeros_like(out) if dout is None else dout
     arguments = (dout, dlse, *tensors, *ctx.numbers, out, lse, needs_dbias, needs_dsinks)
     # With gradients enabled the backward is itself to be differentiated.
-    if not torch.is_grad_enabled() and _is_eager((dout, dlse, *tensors, out, lse)):
-        dq, dk, dv, dbias, dsinks = _backward(*arguments)
+    if not torch.is_grad_enabled() and is_eager((dout, dlse, *tensors, out, lse)):
+        dq, dk, dv, dbias, dsinks = _gradients(*arguments)
     else:
         dq, dk, dv, dbias, dsinks = _call("attention_backward", *arguments)
     gradients = (dq, dk, dv, dbias if needs_dbias else None, None, dsinks if needs_dsinks else None)
@@ -230,28 +257,32 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Of the operator's arguments."""
-        output = _attention(*arguments)
-        _attention_setup(ctx, arguments, output)
-        return output
+        """Of the operator's tensors, and what is known of the call."""
+        inputs, known = AttentionInputs(*arguments[:-1]), arguments[-1]
+        output = _attend(inputs, known)
+        _save(ctx, inputs, output, known.numbers)
+        return output.out, output.lse
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Of (out, lse)."""
-        return _attention_autograd(ctx, *cotangents)
+        return (*_attention_autograd(ctx, *cotangents)[:_NUM_INPUTS], None)
 
 
 # ---- backward
 
 
-def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+def _gradients(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> Gradients:
     inputs, numbers = _split(arguments)
     out, lse, needs_dbias, needs_dsinks = arguments[-4:]
     problem = numbers.problem(inputs, is_backward=True)
     backend = dispatch.choose(problem, numbers.backend)
     output = AttentionOutput(out, lse)
-    gradients = backend.backward(problem, inputs, output, dout, dlse, needs_dbias, needs_dsinks)
-    return tuple(_or_empty(gradient, inputs.query) for gradient in gradients)
+    return backend.backward(problem, inputs, output, dout, dlse, needs_dbias, needs_dsinks)
+
+
+def _backward(dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(_or_empty(gradient, dout) for gradient in _gradients(dout, *arguments))
 
 
 def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:

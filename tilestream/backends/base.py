@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -30,6 +31,11 @@ class Backend(Protocol):
 
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
         """out, contiguous, in the input dtype; lse in float32 (float64 for float64 inputs)."""
+        ...
+
+    def prepare(self, problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput] | None:
+        """The forward of `problem` for tensors of the same shapes, strides, dtypes and devices as these, which are not
+        looked at again; None if `forward` is as fast."""
         ...
 
     def backward(

@@ -32,6 +32,9 @@ class CpuBackend:
         """See `Backend.forward`."""
         return varlen.forward(problem, inputs)
 
+    def prepare(self, problem: Problem, inputs: AttentionInputs) -> None:
+        """See `Backend.prepare`: a call leaves nothing to remember."""
+
     def backward(
         self,
         problem: Problem,

@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ class TritonBackend:
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
         """See `Backend.forward`."""
         result: AttentionOutput = _plan().forward(problem, inputs)
+        return result
+
+    def prepare(self, problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput] | None:
+        """See `Backend.prepare`."""
+        result: Callable[[AttentionInputs], AttentionOutput] | None = _plan().prepare(problem, inputs)
         return result
 
     def backward(

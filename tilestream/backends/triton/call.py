@@ -18,15 +18,17 @@ from tilestream.dropout import keep_threshold
 from tilestream.problem import Problem
 
 __all__ = [
-    "NUM_SIZES",
     "Facts",
     "Numbers",
     "Tensors",
+    "broadcast_strides",
+    "contiguous_strides",
     "facts_of",
     "layout_of",
     "num_key_tiles",
     "num_row_tiles",
     "precision_of",
+    "shapes_of",
     "sizes_of",
 ]
 
@@ -36,7 +38,6 @@ _LOG2E = math.log2(math.e)
 # What float32 knows as more than 0: a masked score of -inf times 0 would be NaN.
 _SMALLEST_SCALE = 2.0**-126
 _BYTES_AT_ONCE = 16
-_NUM_ROW_TENSORS = 8
 
 
 class Tensors(NamedTuple):
@@ -105,9 +106,6 @@ class Numbers(NamedTuple):
     dq_strides: tuple[int, ...] = (0, 0, 0)
     dk_strides: tuple[int, ...] = (0, 0, 0)
     dv_strides: tuple[int, ...] = (0, 0, 0)
-
-
-NUM_SIZES = Numbers._fields.index("slopes_stride")
 
 
 @dataclass(frozen=True)
@@ -214,29 +212,42 @@ def sizes_of(problem: Problem) -> Numbers:
     )
 
 
-def layout_of(bias: Tensor | None, slopes: Tensor | None, rows: tuple[Tensor, ...]) -> tuple[int, tuple[Any, ...]]:
-    """(unit, strides): what an element step of the rows' strides is, and the numbers from `NUM_SIZES` on.
+def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors with rows, which are contiguous where a call makes them."""
+    is_varlen = problem.layout == "varlen"
+    tokens_q = (problem.total_q,) if is_varlen else (problem.batch, problem.seqlen_q)
+    tokens_k = (problem.total_k,) if is_varlen else (problem.batch, problem.seqlen_k)
+    q, out = ((*tokens_q, problem.num_heads_q, width) for width in (problem.head_dim, problem.head_dim_v))
+    k, v = ((*tokens_k, problem.num_heads_kv, width) for width in (problem.head_dim, problem.head_dim_v))
+    return {"q": q, "k": k, "v": v, "out": out, "dout": out, "dq": q, "dk": k, "dv": v}
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a new tensor, in elements."""
+    return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def layout_of(problem: Problem, given: tuple[tuple[int, ...], ...], are_aligned: bool) -> tuple[int, dict[str, Any]]:
+    """(unit, strides): what an element step of the rows' strides is, and those `Numbers`.
 
     Args:
-        rows: q, k, v, out and, in a backward, dout, dq, dk, dv.
+        given: strides in elements of q, k, v and, in a backward, out and dout; the others are contiguous.
+        are_aligned: whether those start at multiples of 16 bytes.
     """
-    unit = _BYTES_AT_ONCE // rows[0].element_size()
-    are_aligned = all([x.data_ptr() % _BYTES_AT_ONCE == 0 for x in rows])
-    unit, strides = _row_strides(unit if are_aligned else 1, tuple([x.stride() for x in rows]))
-    slopes_stride = slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
-    return unit, (slopes_stride, _broadcast_strides(bias), *strides)
-
-
-@functools.lru_cache(maxsize=1024)
-def _row_strides(unit: int, strides: tuple[tuple[int, ...], ...]) -> tuple[int, tuple[Any, ...]]:
-    if any(step % unit for row in strides for step in row[:-1]):
+    shapes = shapes_of(problem)
+    elements = dict(zip(("q", "k", "v", "out", "dout"), given, strict=False))
+    for name in ("dq", "dk", "dv") if "dout" in elements else ("out",):
+        elements[name] = contiguous_strides(shapes[name])
+    unit = _BYTES_AT_ONCE // problem.dtype.itemsize
+    if not are_aligned or any(step % unit for steps in elements.values() for step in steps[:-1]):
         unit = 1
     # A packed tensor has no batch.
-    found = [tuple(step // unit for step in ((0, *row) if len(row) == 3 else row)[:-1]) for row in strides]
-    return unit, tuple(found + [(0, 0, 0)] * (_NUM_ROW_TENSORS - len(found)))
+    rows = {name: (0, *steps) if len(steps) == 3 else steps for name, steps in elements.items()}
+    return unit, {f"{name}_strides": tuple(step // unit for step in steps[:-1]) for name, steps in rows.items()}
 
 
-def _broadcast_strides(bias: Tensor | None) -> tuple[int, ...]:
+def broadcast_strides(bias: Tensor | None) -> tuple[int, ...]:
+    """Strides of the bias in elements, 0 where it is broadcast."""
     if bias is None:
         return 0, 0, 0, 0
     return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,34 +15,53 @@ from tilestream.backends.triton import backward as backward_kernels
 from tilestream.backends.triton import bias_gradient
 from tilestream.backends.triton import forward as forward_kernels
 from tilestream.backends.triton.call import (
-    NUM_SIZES,
     Numbers,
     Tensors,
+    broadcast_strides,
+    contiguous_strides,
     facts_of,
     layout_of,
     num_key_tiles,
     num_row_tiles,
     precision_of,
+    shapes_of,
     sizes_of,
 )
 from tilestream.backends.triton.configs import Config, config_for, num_splits
-from tilestream.backends.triton.launch import Step, launch
+from tilestream.backends.triton.launch import Step, allocator, launch
 from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.spec import Band
 from tilestream.state import AttentionOutput, finite_or_zero, sink_gradient
 
-__all__ = ["How", "backward", "forward"]
+__all__ = ["How", "Plan", "backward", "forward", "prepare"]
 
 
 def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
     """See `Backend.forward`."""
-    ready = _readable(inputs)
-    query = ready.query
-    out = query.new_empty((*query.shape[:-1], ready.value.shape[-1]))
-    lse = query.new_empty((*query.shape[:-3], query.shape[-2], query.shape[-3]), dtype=torch.float32)
-    if lse.numel() > 0:
-        _Call(problem, ready, {"out": out, "lse": lse}).forward()
-    return AttentionOutput(out, lse)
+    problem = _without_idle_limits(problem)
+    tensors = Tensors(*_readable(inputs))
+    return _forward_plan(problem, how_of(problem, tensors)).forward(tensors)
+
+
+def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput] | None:
+    """See `Backend.prepare`."""
+    # What float32 products are made of can change between two calls (`call.precision_of`).
+    if problem.device_type != "cuda" or problem.dtype == torch.float32:
+        return None
+    problem = _without_idle_limits(problem)
+    tensors = Tensors(*_readable(inputs))
+    how = how_of(problem, tensors)
+    if not how.are_aligned or any(x is not y for x, y in zip(tensors, inputs, strict=False)):
+        return None
+    plan = _forward_plan(problem, how)
+
+    def again(inputs: AttentionInputs) -> AttentionOutput:
+        query, key, value = inputs[:3]
+        if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % _ALIGNMENT:
+            return forward(problem, inputs)
+        return plan.forward(inputs)
+
+    return again
 
 
 def backward(
@@ -54,102 +74,116 @@ def backward(
     needs_dsinks: bool,
 ) -> Gradients:
     """See `Backend.backward`."""
-    ready = _readable(inputs)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs[:3])
-    lse = output.lse.contiguous()
-    delta = torch.empty_like(lse)
-    call = _Call(
-        problem,
-        ready,
-        {
-            "out": _rows_in_place(output.out),
-            "lse": lse,
-            "dout": _rows_in_place(dout),
-            "dlse": None if dlse is None else dlse.float().contiguous(),
-            "delta": delta,
-            "dq": dq,
-            "dk": dk,
-            "dv": dv,
-        },
+    problem = _without_idle_limits(problem)
+    given = Tensors(
+        *_readable(inputs),
+        out=_rows_in_place(output.out),
+        lse=output.lse.contiguous(),
+        dout=_rows_in_place(dout),
+        dlse=None if dlse is None else dlse.float().contiguous(),
     )
-    call.backward()
+    how = how_of(problem, given)
+    tensors = Tensors._make(_backward_plan(problem, how).run(given))
+    dq, dk, dv, lse, delta = tensors.dq, tensors.dk, tensors.dv, tensors.lse, tensors.delta
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+    assert lse is not None
+    assert delta is not None
+    if problem.total_q == 0:
+        dk.zero_()
+        dv.zero_()
     dbias = dsinks = None
     if needs_dbias and inputs.bias is not None:
-        dbias = call.bias_gradient(inputs.bias).sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
-    if needs_dsinks and inputs.sinks is not None and ready.sinks is not None:
+        (dbias,) = _bias_plan(problem, how, inputs.bias.shape).made_of(tensors)
+        dbias = dbias.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
+    if needs_dsinks and inputs.sinks is not None and tensors.sinks is not None:
         # A token after the last sequence has no sink.
         delta = delta.masked_fill_(lse == -math.inf, 0.0)
-        dsinks = sink_gradient(ready.sinks, finite_or_zero(lse), delta).to(inputs.sinks.dtype)
+        dsinks = sink_gradient(tensors.sinks, finite_or_zero(lse), delta).to(inputs.sinks.dtype)
     return Gradients(dq, dk, dv, dbias, dsinks)
 
 
 class How(NamedTuple):
-    """What the plan of a call depends on besides the problem."""
+    """What the kernels of a call follow from besides the problem: where and how its tensors lie."""
 
-    unit: int  # `call.layout_of`
-    precision: str  # `call.precision_of`
     device: torch.device
+    precision: str  # `call.precision_of`
+    dtypes: tuple[torch.dtype | None, ...]  # of the `Tensors` that are given
+    are_aligned: bool  # the tensors with rows: q, k, v and, in a backward, out and dout
+    strides: tuple[tuple[int, ...], ...]  # of the same
+    slopes_stride: int = 0
+    bias_strides: tuple[int, ...] = (0, 0, 0, 0)
 
 
-class _Call:
-    """One call: its tensors as the kernels take them, and the kernels in order."""
-
-    def __init__(self, problem: Problem, inputs: AttentionInputs, outputs: dict[str, Tensor | None]) -> None:
-        self.problem = problem = _without_idle_limits(problem)
-        query, key, value, bias, slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k = inputs
-        self.tensors = Tensors(query, key, value, bias, slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, **outputs)
-        rows = [outputs[name] for name in ("out", "dout", "dq", "dk", "dv") if name in outputs]
-        unit, self.strides = layout_of(bias, slopes, (query, key, value, *rows))  # type: ignore[arg-type]
-        self.how = How(unit, precision_of(problem), query.device)
-
-    def forward(self) -> None:
-        """out and lse."""
-        steps, others = _forward_plan(self.problem, self.how)
-        self._run(steps)
-        if not all(step.compiled for step in others):
-            self._run(others)
-
-    def backward(self) -> None:
-        """delta, dq, dk and dv."""
-        if self.problem.total_q == 0:
-            for gradient in (self.tensors.dk, self.tensors.dv):
-                if gradient is not None:
-                    gradient.zero_()
-            return
-        self._run(_backward_plan(self.problem, self.how, self.tensors.dlse is not None))
-
-    def bias_gradient(self, bias: Tensor) -> Tensor:
-        """Sums in float32 that `bias` broadcasts to."""
-        shape, step = _bias_plan(self.problem, self.how, bias.shape)
-        dbias = torch.empty(shape, dtype=torch.float32, device=bias.device)
-        if dbias.numel() > 0:
-            launch(step, self.tensors._replace(dbias=dbias), self.strides)
-        return dbias
-
-    def _run(self, plan: tuple[Step, ...]) -> None:
-        tensors = self.tensors
-        for step in plan:
-            if step.facts.has_splits and tensors.out_parts is None:
-                assert tensors.lse is not None
-                splits = step.sizes[_NUM_SPLITS] if step.num_programs > 0 else 0
-                parts = splits, tensors.lse.numel()
-                tensors = tensors._replace(
-                    out_parts=tensors.lse.new_empty(*parts, self.problem.head_dim_v),
-                    lse_parts=tensors.lse.new_empty(parts),
-                )
-            if step.kernel is forward_kernels.exact_forward_kernel:
-                # One kernel, whether keys are split or not.
-                tensors = tensors._replace(out_parts=None, lse_parts=None)
-            if step.kernel is backward_kernels.delta_kernel:
-                rows = step.num_programs * step.config.block_m
-                assert tensors.lse is not None
-                tensors = tensors._replace(row_lse=tensors.lse.new_empty(rows), row_delta=tensors.lse.new_empty(rows))
-            if step.facts.flags:
-                # Read by the exact kernel that follows, whose programs have the same tiles.
-                tensors = tensors._replace(flags=tensors.q.new_empty(step.num_programs, dtype=torch.int32))
-            launch(step, tensors, self.strides)
+def how_of(problem: Problem, tensors: Tensors) -> How:
+    """`How` of a call, from the tensors that it is given."""
+    rows = [x for x in (tensors.q, tensors.k, tensors.v, tensors.out, tensors.dout) if x is not None]
+    slopes = tensors.slopes
+    return How(
+        tensors.q.device,
+        precision_of(problem),
+        tuple([None if x is None else x.dtype for x in tensors]),
+        all([x.data_ptr() % _ALIGNMENT == 0 for x in rows]),
+        tuple([x.stride() for x in rows]),
+        slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        broadcast_strides(tensors.bias),
+    )
 
 
+class _Made(NamedTuple):
+    """A tensor that a call allocates."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Plan:
+    """Everything about a call but its tensors: the kernels in order, and what they write to.
+
+    Args:
+        others: kernels that calls of other lengths need instead, which are compiled along with these.
+    """
+
+    def __init__(
+        self, device: torch.device, made: Sequence[_Made], steps: Sequence[Step], others: Sequence[Step] = ()
+    ) -> None:
+        self.steps, self.others = tuple(steps), tuple(others)
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._empty = allocator(device)
+        self._made = [(Tensors._fields.index(x.name), x.shape, contiguous_strides(x.shape), x.dtype) for x in made]
+
+    def run(self, given: Sequence[Tensor | None]) -> list[Any]:
+        """Allocate and launch; returns all `Tensors`."""
+        if self._is_cuda and self._device.index != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                return self._run(given)
+        return self._run(given)
+
+    def forward(self, given: Sequence[Tensor | None]) -> AttentionOutput:
+        """`run`, for its output."""
+        tensors = self.run(given)
+        return AttentionOutput(tensors[_OUT], tensors[_LSE])
+
+    def made_of(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+        """`run`, for the tensors that it makes."""
+        tensors = self.run(given)
+        return [tensors[place] for place, *_ in self._made]
+
+    def _run(self, given: Sequence[Tensor | None]) -> list[Any]:
+        tensors = [*given, *_NO_TENSORS[len(given) :]]
+        for place, shape, strides, dtype in self._made:
+            tensors[place] = self._empty(shape, strides, dtype)
+        if self.steps:
+            launch(self.steps, self.others, tensors)
+        return tensors
+
+
+# Bytes that a thread reads at once.
+_ALIGNMENT = 16
+_NO_TENSORS = (None,) * len(Tensors._fields)
+_OUT, _LSE = Tensors._fields.index("out"), Tensors._fields.index("lse")
 # Those that kernels load; narrower ones are widened first.
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Rows that the tiles of every key kernel are made of: what lse and delta are padded to.
@@ -157,7 +191,6 @@ _ROW_BLOCK = 128
 # Beyond the distance of any two positions (`_MOST_ROWS` of the backend).
 _FARTHEST = 2**29
 _HOPPER_SHARED_BYTES = 227 << 10
-_NUM_SPLITS = Numbers._fields.index("num_splits")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -172,54 +205,73 @@ def _without_idle_limits(problem: Problem) -> Problem:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward_plan(problem: Problem, how: How) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """The kernels of a call; and those that other lengths would need instead, to be compiled along with them."""
+def _forward_plan(problem: Problem, how: How) -> Plan:
+    """The kernels of a call; and those that other lengths would need instead."""
+    made = [
+        _Made("out", shapes_of(problem)["out"], problem.dtype),
+        _Made("lse", _lse_shape(problem), torch.float32),
+    ]
+    if problem.total_q == 0:
+        return Plan(how.device, made, ())
     hides = _can_hide(problem)
     config = _config("forward", problem, how)
     splits, split_keys = num_splits(problem, config, _num_processors(how.device))
+    parts = [
+        _Made("out_parts", (splits, problem.total_q * problem.num_heads_q, problem.head_dim_v), torch.float32),
+        _Made("lse_parts", (splits, problem.total_q * problem.num_heads_q), torch.float32),
+    ]
     sizes = {"num_splits": splits, "split_keys": split_keys}
-    whole = [_row_step(forward_kernels.forward_kernel, config, problem, how, {"flags": hides})]
+    build = _Builder(problem, how, made, flags=hides)
+    whole = [build.row_step(forward_kernels.forward_kernel, config, {"flags": hides})]
+    with_parts = _Builder(problem, how, [*made, *parts], flags=hides)
     split = [
-        _row_step(forward_kernels.forward_kernel, config, problem, how, {"has_splits": True}, sizes),
-        _row_step(forward_kernels.combine_kernel, config, problem, how, {"flags": hides}, sizes),
+        with_parts.row_step(forward_kernels.forward_kernel, config, {"has_splits": True}, sizes),
+        with_parts.row_step(forward_kernels.combine_kernel, config, {"flags": hides}, sizes),
     ]
     # Two kernels, because one for both is up to 7 % slower (docs/measured-facts.md). Packed calls never split.
     steps, others = (split, whole) if splits > 1 else (whole, split if problem.layout == "dense" else [])
+    made += parts if splits > 1 else []
     if hides:
-        steps.append(
-            _row_step(forward_kernels.exact_forward_kernel, _config("exact_forward", problem, how), problem, how)
-        )
-    return tuple(steps), tuple(dataclasses.replace(step, num_programs=0) for step in others)
+        steps.append(build.row_step(forward_kernels.exact_forward_kernel, _config("exact_forward", problem, how)))
+    return Plan(how.device, [*made, *_flags_of(steps)], steps, others)
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward_plan(problem: Problem, how: How, has_dlse: bool) -> tuple[Step, ...]:
+def _backward_plan(problem: Problem, how: How) -> Plan:
+    """delta, dq, dk and dv."""
+    shapes = shapes_of(problem)
+    made = [_Made(name, shapes[name], problem.dtype) for name in ("dq", "dk", "dv")]
+    made.append(_Made("delta", _lse_shape(problem), torch.float32))
+    if problem.total_q == 0:
+        return Plan(how.device, made, ())
     hides = _can_hide(problem)
     config, key_config = _config("query", problem, how), _config("key", problem, how)
     # key_kernel reads lse and delta tile by tile of its own rows.
     padded = {"row_block": _ROW_BLOCK}
     sizes = {"row_tiles": num_row_tiles(problem, _ROW_BLOCK)}
-    delta_config = Config(_ROW_BLOCK, 16, 4, 1)
-    delta_facts = {"has_dlse": has_dlse, **padded}
+    made += [_Made(name, _padded_rows_shape(problem), torch.float32) for name in ("row_lse", "row_delta")]
+    build = _Builder(problem, how, made, flags=hides)
+    delta_facts = {"has_dlse": how.dtypes[Tensors._fields.index("dlse")] is not None, **padded}
     steps = [
-        _row_step(backward_kernels.delta_kernel, delta_config, problem, how, delta_facts, sizes),
-        _row_step(backward_kernels.query_kernel, config, problem, how, {"flags": hides}),
+        build.row_step(backward_kernels.delta_kernel, Config(_ROW_BLOCK, 16, 4, 1), delta_facts, sizes),
+        build.row_step(backward_kernels.query_kernel, config, {"flags": hides}),
     ]
     if hides:
         exact = _config("exact_query", problem, how)
-        steps.append(_row_step(backward_kernels.exact_query_kernel, exact, problem, how))
+        steps.append(build.row_step(backward_kernels.exact_query_kernel, exact))
     if problem.total_k > 0:
         facts = {"flags": hides, **padded}
-        steps.append(_key_step(backward_kernels.key_kernel, key_config, problem, how, facts, sizes))
+        steps.append(build.key_step(backward_kernels.key_kernel, key_config, facts, sizes))
         if hides:
             exact = _config("exact_key", problem, how)
-            steps.append(_key_step(backward_kernels.exact_key_kernel, exact, problem, how, padded, sizes))
-    return tuple(steps)
+            steps.append(build.key_step(backward_kernels.exact_key_kernel, exact, padded, sizes))
+    return Plan(how.device, [*made, *_flags_of(steps)], steps)
 
 
 @functools.lru_cache(maxsize=1024)
-def _bias_plan(problem: Problem, how: How, shape: torch.Size) -> tuple[tuple[int, ...], Step]:
-    """The shape of the sums: with entries of their own where a sum would leave little to do side by side."""
+def _bias_plan(problem: Problem, how: How, shape: torch.Size) -> Plan:
+    """Sums in float32 that the bias broadcasts to: with entries of their own where a sum would leave little to do side
+    by side. Its tensors are those of the backward."""
     batch, heads, rows, keys = shape
     sums_rows, sums_keys = rows == 1, keys == 1 and rows > 1
     if rows == 1 and keys == 1:
@@ -230,53 +282,70 @@ def _bias_plan(problem: Problem, how: How, shape: torch.Size) -> tuple[tuple[int
     programs = batch * heads
     programs *= 1 if sums_rows else -(-rows // config.block_m)
     programs *= 1 if sums_keys else -(-keys // config.block_n)
-    facts = facts_of(problem, config, how.unit, how.precision, sums_rows=sums_rows, sums_keys=sums_keys)
-    sizes = sizes_of(problem)._replace(dbias_shape=(batch, heads, rows, keys))
-    return (batch, heads, rows, keys), Step(
-        bias_gradient.bias_kernel, config, facts, programs, tuple(sizes)[:NUM_SIZES]
-    )
+    made = [_Made("dbias", (batch, heads, rows, keys), torch.float32)]
+    if math.prod(made[0].shape) == 0:
+        return Plan(how.device, made, ())
+    delta = _Made("delta", _lse_shape(problem), torch.float32)
+    build = _Builder(problem, how, [*made, delta], flags=False)
+    facts, sizes = {"sums_rows": sums_rows, "sums_keys": sums_keys}, {"dbias_shape": (batch, heads, rows, keys)}
+    return Plan(how.device, made, [build.step(bias_gradient.bias_kernel, config, programs, facts, sizes)])
 
 
-def _row_step(
-    kernel: Any,
-    config: Config,
-    problem: Problem,
-    how: How,
-    facts: dict[str, Any] | None = None,
-    sizes: dict[str, Any] | None = None,
-) -> Step:
-    """A kernel with a program per tile of packed rows, longest first."""
-    facts = {"starts_last": problem.spec.band.right is not None, **(facts or {})}
-    return _step(kernel, config, problem, how, num_row_tiles(problem, config.block_m), facts, sizes or {})
+class _Builder:
+    """Makes the steps of one plan; `made` are the tensors that its kernels find besides those of the call."""
+
+    def __init__(self, problem: Problem, how: How, made: Sequence[_Made], flags: bool) -> None:
+        self._problem, self._how = problem, how
+        self._unit, strides = layout_of(problem, how.strides, how.are_aligned)
+        self._numbers: Numbers = sizes_of(problem)._replace(
+            slopes_stride=how.slopes_stride, bias_strides=how.bias_strides, **strides
+        )
+        dtypes = dict(zip(Tensors._fields, how.dtypes, strict=True)) | {x.name: x.dtype for x in made}
+        if flags:
+            dtypes["flags"] = torch.int32
+        self._dtypes = tuple(dtypes.values())
+
+    def row_step(
+        self, kernel: Any, config: Config, facts: dict[str, Any] | None = None, sizes: dict[str, Any] | None = None
+    ) -> Step:
+        """A kernel with a program per tile of packed rows, longest first."""
+        facts = {"starts_last": self._problem.spec.band.right is not None, **(facts or {})}
+        return self._tile_step(kernel, config, num_row_tiles(self._problem, config.block_m), facts, sizes or {})
+
+    def key_step(
+        self, kernel: Any, config: Config, facts: dict[str, Any] | None = None, sizes: dict[str, Any] | None = None
+    ) -> Step:
+        """A kernel with a program per tile of keys."""
+        facts = {"starts_last": self._problem.spec.band.left is not None, **(facts or {})}
+        return self._tile_step(kernel, config, num_key_tiles(self._problem, config.block_n), facts, sizes or {})
+
+    def _tile_step(self, kernel: Any, config: Config, tiles: int, facts: dict[str, Any], sizes: dict[str, Any]) -> Step:
+        problem = self._problem
+        programs = tiles * problem.num_heads_kv * (1 if problem.layout == "varlen" else problem.batch)
+        total = programs * sizes["num_splits"] if facts.get("has_splits") else programs
+        return self.step(kernel, config, total, facts, {"num_tiles": tiles, "num_programs": programs, **sizes})
+
+    def step(self, kernel: Any, config: Config, programs: int, facts: dict[str, Any], sizes: dict[str, Any]) -> Step:
+        """A kernel with so many programs."""
+        made = facts_of(self._problem, config, self._unit, self._how.precision, **facts)
+        return Step(kernel, config, made, programs, self._numbers._replace(**sizes), self._dtypes)
 
 
-def _key_step(
-    kernel: Any,
-    config: Config,
-    problem: Problem,
-    how: How,
-    facts: dict[str, Any] | None = None,
-    sizes: dict[str, Any] | None = None,
-) -> Step:
-    """A kernel with a program per tile of keys."""
-    facts = {"starts_last": problem.spec.band.left is not None, **(facts or {})}
-    return _step(kernel, config, problem, how, num_key_tiles(problem, config.block_n), facts, sizes or {})
+def _lse_shape(problem: Problem) -> tuple[int, ...]:
+    if problem.layout == "varlen":
+        return problem.num_heads_q, problem.total_q
+    return problem.batch, problem.num_heads_q, problem.seqlen_q
 
 
-def _step(
-    kernel: Any,
-    config: Config,
-    problem: Problem,
-    how: How,
-    tiles: int,
-    facts: dict[str, Any],
-    sizes: dict[str, Any],
-) -> Step:
-    programs = tiles * problem.num_heads_kv * (1 if problem.layout == "varlen" else problem.batch)
-    numbers = sizes_of(problem)._replace(num_tiles=tiles, num_programs=programs, **sizes)
-    made = facts_of(problem, config, how.unit, how.precision, **facts)
-    total = programs * numbers.num_splits if made.has_splits else programs
-    return Step(kernel, config, made, total, tuple(numbers)[:NUM_SIZES])
+def _padded_rows_shape(problem: Problem) -> tuple[int]:
+    batch = 1 if problem.layout == "varlen" else problem.batch
+    return (num_row_tiles(problem, _ROW_BLOCK) * _ROW_BLOCK * problem.num_heads_kv * batch,)
+
+
+def _flags_of(steps: Sequence[Step]) -> list[_Made]:
+    """One flag per program, read by the exact kernel that follows, whose programs have the same tiles."""
+    most = max([step.num_programs for step in steps if step.facts.flags], default=0)
+    return [_Made("flags", (most,), torch.int32)] if most > 0 else []
 
 
 def _can_hide(problem: Problem) -> bool:

@@ -57,6 +57,9 @@ class NativeBackend:
             return AttentionOutput(out, lse)
         return varlen.forward(problem, inputs)
 
+    def prepare(self, problem: Problem, inputs: AttentionInputs) -> None:
+        """See `Backend.prepare`: a call leaves nothing to remember."""
+
     def backward(
         self,
         problem: Problem,
