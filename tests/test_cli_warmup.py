@@ -86,7 +86,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     noted: set[Any] = set()
 
     def note(steps: Any, others: Any, tensors: Any) -> None:
-        noted.update((step.kernel, step.config, step.facts, step.dtypes) for step in (*steps, *others))
+        noted.update((step.kernel, step.config, step.facts, step.dtype, step.bias_dtype) for step in (*steps, *others))
 
     monkeypatch.setattr(kernels, "launch", note)
     return noted

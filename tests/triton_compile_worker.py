@@ -81,7 +81,7 @@ def compiled(gpu: str, kind: str, dtype: str, head_dim: int, kernel: str) -> dic
     problem = problem_of(gpu, kind, getattr(torch, dtype), head_dim)
     step = steps_of(problem)[kernel]
     binary = triton.compile(
-        source(step.kernel, step.facts, step.dtypes),
+        source(step),
         target=target,
         options=options(step.config, target.backend),
     )

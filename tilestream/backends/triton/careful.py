@@ -14,6 +14,9 @@ import triton.language as tl
 
 __all__ = ["exact_product", "flag", "is_flagged"]
 
+# More than the products of a tile, and so few that as many of them are whole numbers in float32.
+_BASE = tl.constexpr(4096.0)
+
 
 @triton.jit
 def _all_finite(x, are_inside):
@@ -38,22 +41,29 @@ def is_flagged(tensors):
 
 @triton.jit
 def exact_product(weights, visible, x, facts: tl.constexpr):
-    """The sum over visible pairs of weights (A, B) times x (B, C), with IEEE's rules for every single product."""
+    """The sum over visible pairs of weights (A, B) times x (B, C), with IEEE's rules for every single product.
+
+    Besides the finite part two products of powers of two, which bfloat16 holds, count what is not finite: positive
+    weights below _BASE, negative ones from there on, and from its square on whatever makes NaN.
+    """
     wide = x.to(tl.float32)
     total = tl.dot(
         weights.to(x.dtype),
         tl.where(tl.abs(wide) < float("inf"), wide, 0.0).to(x.dtype),
         input_precision=facts.precision,
     )
-    # Counts of products that are +-infinity or NaN; sums of a few hundred ones are exact in every dtype's product.
-    weight_sign = tl.where(visible, tl.where(weights > 0.0, 1.0, tl.where(weights < 0.0, -1.0, 0.0)), 0.0)
-    x_sign = tl.where(wide == float("inf"), 1.0, tl.where(wide == float("-inf"), -1.0, 0.0))
-    signed = tl.dot(weight_sign.to(x.dtype), x_sign.to(x.dtype), input_precision=facts.precision)
-    count = tl.dot(tl.abs(weight_sign).to(x.dtype), tl.abs(x_sign).to(x.dtype), input_precision=facts.precision)
-    is_zero = (visible & (weights == 0.0)).to(tl.float32)
-    lost = tl.dot(is_zero.to(x.dtype), tl.abs(x_sign).to(x.dtype), input_precision=facts.precision)
-    is_nan = tl.where(wide != wide, 1.0, 0.0)
-    lost += tl.dot(visible.to(tl.float32).to(x.dtype), is_nan.to(x.dtype), input_precision=facts.precision)
-    total += tl.where(count + signed > 0.0, float("inf"), 0.0)
-    total += tl.where(count - signed > 0.0, float("-inf"), 0.0)
-    return tl.where(lost > 0.0, float("nan"), total)
+    kinds = tl.where(weights < 0.0, _BASE, tl.where(weights == 0.0, _BASE * _BASE, 1.0))
+    kinds = tl.where(visible, kinds, 0.0).to(tl.bfloat16)
+    is_nan = tl.where(wide != wide, _BASE * _BASE, 0.0)
+    upper = tl.dot(kinds, tl.where(wide == float("inf"), 1.0, is_nan).to(tl.bfloat16))
+    lower = tl.dot(kinds, tl.where(wide == float("-inf"), 1.0, 0.0).to(tl.bfloat16))
+    has_upper = (_num_positive(upper) > 0.0) | (lower >= _BASE)
+    has_lower = (_num_positive(lower) > 0.0) | (upper >= _BASE)
+    total += tl.where(has_upper, float("inf"), 0.0)
+    total += tl.where(has_lower, float("-inf"), 0.0)
+    return tl.where((upper >= _BASE * _BASE) | (lower >= _BASE * _BASE), float("nan"), total)
+
+
+@triton.jit
+def _num_positive(count):
+    return count - tl.floor(count * (1.0 / _BASE)) * _BASE

@@ -8,6 +8,7 @@ tiles and the dtypes. All of Triton's names that are not for kernels are used in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,13 @@ _POINTERS = {
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _ALIGNED = [["tt.divisibility", 16]]
 _PADDED = ("row_lse", "row_delta")
+# Neither of the inputs' dtype nor float32; the bias has its own.
+_INTEGERS = {
+    "seed": torch.int64,
+    "cu_seqlens_q": torch.int32,
+    "cu_seqlens_k": torch.int32,
+    "flags": torch.int32,
+}
 _WIDE = ("shift", "keep_threshold", "num_rows")
 _FLOATS = ("scale", "scale_log2", "softcap_in", "softcap_out", "keep_scale")
 
@@ -47,7 +55,8 @@ class Step:
     facts: Facts
     num_programs: int
     numbers: Numbers
-    dtypes: tuple[torch.dtype | None, ...]  # of the `Tensors`; None: the kernel does not touch it
+    dtype: torch.dtype
+    bias_dtype: torch.dtype
     # Found at the first launch.
     compiled: Any = None
 
@@ -81,8 +90,8 @@ def launch(steps: Sequence[Step], others: Sequence[Step], tensors: Sequence[Tens
             step.kernel[(step.num_programs,)](Tensors._make(tensors), step.numbers, step.facts)
         return
     if steps[-1].compiled is None:
-        for step in (*others, *steps):
-            step.compiled = _compiled(step, tensors)
+        assert tensors[0] is not None
+        _load((*others, *steps), tensors[0].device)
     hooks = triton.knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         for step in steps:
@@ -101,21 +110,26 @@ def launch(steps: Sequence[Step], others: Sequence[Step], tensors: Sequence[Tens
         )  # fmt: skip
 
 
-def _compiled(step: Step, tensors: Sequence[Tensor | None]) -> Any:
-    """The kernel of `step`, which steps of other lengths may have compiled before, loaded and with its launcher."""
-    assert tensors[0] is not None
-    key = (step.kernel, step.config, step.facts, step.dtypes, tensors[0].device)
-    if key not in _COMPILED:
-        _COMPILED[key] = _compile(step, triton.runtime.driver.active.get_current_target())
-        # Builds the launcher, which is part of what a first call waits for.
-        _ = _COMPILED[key].run
-    return _COMPILED[key]
+def _load(steps: Sequence[Step], device: torch.device) -> None:
+    """Give the steps their kernels, which steps of other lengths may have compiled before.
 
+    In threads: a first call needs up to nine kernels, and the compiler leaves Python to others most of the time.
+    """
+    target = triton.runtime.driver.active.get_current_target()
+    keys = [(step.kernel, step.config, step.facts, step.dtype, step.bias_dtype, device) for step in steps]
+    missing = {key: step for key, step in zip(keys, steps, strict=True) if key not in _COMPILED}
 
-def _compile(step: Step, target: Any) -> Any:
-    return triton.compile(
-        source(step.kernel, step.facts, step.dtypes), target=target, options=options(step.config, target.backend)
-    )
+    def compile_one(step: Step) -> Any:
+        return triton.compile(source(step), target=target, options=options(step.config, target.backend))
+
+    if missing:
+        with ThreadPoolExecutor(len(missing), "tilestream-compile") as pool:
+            for key, kernel in zip(missing, pool.map(compile_one, missing.values()), strict=True):
+                # Loads the kernel and its launcher, which is part of what a first call waits for.
+                _ = kernel.run
+                _COMPILED[key] = kernel
+    for key, step in zip(keys, steps, strict=True):
+        step.compiled = _COMPILED[key]
 
 
 def options(config: Config, backend: str) -> dict[str, Any]:
@@ -126,19 +140,25 @@ def options(config: Config, backend: str) -> dict[str, Any]:
     return found
 
 
-def source(kernel: Any, facts: Facts, dtypes: Sequence[torch.dtype | None]) -> ASTSource:
-    """What `triton.compile` takes; `dtypes` of the `Tensors`, None where one is missing."""
-    tensors = Tensors._make("constexpr" if dtype is None else _POINTERS[dtype] for dtype in dtypes)
+def source(step: Step) -> ASTSource:
+    """What `triton.compile` takes.
+
+    Tensors that a call does not have are pointers too: all kernels then have arguments of the same types, and Triton
+    builds one launcher for all (0.6 s each).
+    """
+    dtypes = {name: step.dtype if name in _ROWS else _INTEGERS.get(name, torch.float32) for name in Tensors._fields}
+    dtypes["bias"] = step.bias_dtype
     numbers: dict[str, Any] = {}
     for name, value in Numbers._field_defaults.items():
         if isinstance(value, tuple):
             numbers[name] = ("i64" if name.endswith("strides") else "i32",) * len(value)
         else:
             numbers[name] = "fp32" if name in _FLOATS else "i64" if name in _WIDE else "i32"
-    constants: dict[tuple[int, ...], Any] = {(0, n): None for n, dtype in enumerate(dtypes) if dtype is None}
-    constants[(2,)] = facts
-    names = (*_PADDED, *(_ROWS if facts.unit > 1 else ()))
-    aligned = {(0, n): _ALIGNED for n, name in enumerate(Tensors._fields) if name in names}
-    aligned = {place: hint for place, hint in aligned.items() if dtypes[place[1]] is not None}
-    signature = {"tensors": tensors, "numbers": Numbers(**numbers), "facts": "constexpr"}
-    return ASTSource(kernel, signature, constants, aligned)
+    aligned = (*_PADDED, *(_ROWS if step.facts.unit > 1 else ()))
+    signature = {
+        "tensors": Tensors._make(_POINTERS[dtype] for dtype in dtypes.values()),
+        "numbers": Numbers(**numbers),
+        "facts": "constexpr",
+    }
+    hints = {(0, Tensors._fields.index(name)): _ALIGNED for name in aligned}
+    return ASTSource(step.kernel, signature, {(2,): step.facts}, hints)

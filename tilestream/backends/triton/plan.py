@@ -109,25 +109,27 @@ class How(NamedTuple):
 
     device: torch.device
     precision: str  # `call.precision_of`
-    dtypes: tuple[torch.dtype | None, ...]  # of the `Tensors` that are given
     are_aligned: bool  # the tensors with rows: q, k, v and, in a backward, out and dout
     strides: tuple[tuple[int, ...], ...]  # of the same
     slopes_stride: int = 0
+    bias_dtype: torch.dtype | None = None
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
+    has_dlse: bool = False
 
 
 def how_of(problem: Problem, tensors: Tensors) -> How:
     """`How` of a call, from the tensors that it is given."""
     rows = [x for x in (tensors.q, tensors.k, tensors.v, tensors.out, tensors.dout) if x is not None]
-    slopes = tensors.slopes
+    slopes, bias = tensors.slopes, tensors.bias
     return How(
         tensors.q.device,
         precision_of(problem),
-        tuple([None if x is None else x.dtype for x in tensors]),
         all([x.data_ptr() % _ALIGNMENT == 0 for x in rows]),
         tuple([x.stride() for x in rows]),
         slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-        broadcast_strides(tensors.bias),
+        None if bias is None else bias.dtype,
+        broadcast_strides(bias),
+        tensors.dlse is not None,
     )
 
 
@@ -221,12 +223,11 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
         _Made("lse_parts", (splits, problem.total_q * problem.num_heads_q), torch.float32),
     ]
     sizes = {"num_splits": splits, "split_keys": split_keys}
-    build = _Builder(problem, how, made, flags=hides)
+    build = _Builder(problem, how)
     whole = [build.row_step(forward_kernels.forward_kernel, config, {"flags": hides})]
-    with_parts = _Builder(problem, how, [*made, *parts], flags=hides)
     split = [
-        with_parts.row_step(forward_kernels.forward_kernel, config, {"has_splits": True}, sizes),
-        with_parts.row_step(forward_kernels.combine_kernel, config, {"flags": hides}, sizes),
+        build.row_step(forward_kernels.forward_kernel, config, {"has_splits": True}, sizes),
+        build.row_step(forward_kernels.combine_kernel, config, {"flags": hides}, sizes),
     ]
     # Two kernels, because one for both is up to 7 % slower (docs/measured-facts.md). Packed calls never split.
     steps, others = (split, whole) if splits > 1 else (whole, split if problem.layout == "dense" else [])
@@ -250,8 +251,8 @@ def _backward_plan(problem: Problem, how: How) -> Plan:
     padded = {"row_block": _ROW_BLOCK}
     sizes = {"row_tiles": num_row_tiles(problem, _ROW_BLOCK)}
     made += [_Made(name, _padded_rows_shape(problem), torch.float32) for name in ("row_lse", "row_delta")]
-    build = _Builder(problem, how, made, flags=hides)
-    delta_facts = {"has_dlse": how.dtypes[Tensors._fields.index("dlse")] is not None, **padded}
+    build = _Builder(problem, how)
+    delta_facts = {"has_dlse": how.has_dlse, **padded}
     steps = [
         build.row_step(backward_kernels.delta_kernel, Config(_ROW_BLOCK, 16, 4, 1), delta_facts, sizes),
         build.row_step(backward_kernels.query_kernel, config, {"flags": hides}),
@@ -285,25 +286,20 @@ def _bias_plan(problem: Problem, how: How, shape: torch.Size) -> Plan:
     made = [_Made("dbias", (batch, heads, rows, keys), torch.float32)]
     if math.prod(made[0].shape) == 0:
         return Plan(how.device, made, ())
-    delta = _Made("delta", _lse_shape(problem), torch.float32)
-    build = _Builder(problem, how, [*made, delta], flags=False)
+    build = _Builder(problem, how)
     facts, sizes = {"sums_rows": sums_rows, "sums_keys": sums_keys}, {"dbias_shape": (batch, heads, rows, keys)}
     return Plan(how.device, made, [build.step(bias_gradient.bias_kernel, config, programs, facts, sizes)])
 
 
 class _Builder:
-    """Makes the steps of one plan; `made` are the tensors that its kernels find besides those of the call."""
+    """Makes the steps of one plan."""
 
-    def __init__(self, problem: Problem, how: How, made: Sequence[_Made], flags: bool) -> None:
+    def __init__(self, problem: Problem, how: How) -> None:
         self._problem, self._how = problem, how
         self._unit, strides = layout_of(problem, how.strides, how.are_aligned)
         self._numbers: Numbers = sizes_of(problem)._replace(
             slopes_stride=how.slopes_stride, bias_strides=how.bias_strides, **strides
         )
-        dtypes = dict(zip(Tensors._fields, how.dtypes, strict=True)) | {x.name: x.dtype for x in made}
-        if flags:
-            dtypes["flags"] = torch.int32
-        self._dtypes = tuple(dtypes.values())
 
     def row_step(
         self, kernel: Any, config: Config, facts: dict[str, Any] | None = None, sizes: dict[str, Any] | None = None
@@ -327,8 +323,10 @@ class _Builder:
 
     def step(self, kernel: Any, config: Config, programs: int, facts: dict[str, Any], sizes: dict[str, Any]) -> Step:
         """A kernel with so many programs."""
-        made = facts_of(self._problem, config, self._unit, self._how.precision, **facts)
-        return Step(kernel, config, made, programs, self._numbers._replace(**sizes), self._dtypes)
+        problem, how = self._problem, self._how
+        made = facts_of(problem, config, self._unit, how.precision, **facts)
+        numbers = self._numbers._replace(**sizes)
+        return Step(kernel, config, made, programs, numbers, problem.dtype, how.bias_dtype or problem.dtype)
 
 
 def _lse_shape(problem: Problem) -> tuple[int, ...]:
