@@ -85,7 +85,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
 
     noted: set[Any] = set()
 
-    def note(steps: Any, others: Any, tensors: Any) -> None:
+    def note(steps: Any, others: Any, *rest: Any) -> None:
         noted.update((step.kernel, step.config, step.facts, step.dtype, step.bias_dtype) for step in (*steps, *others))
 
     monkeypatch.setattr(kernels, "launch", note)

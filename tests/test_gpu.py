@@ -43,9 +43,11 @@ def test_nothing_finite_is_computed_twice(options: dict[str, object], monkeypatc
     flags = []
     launch = plan.launch
 
-    def launch_and_look(steps: list[plan.Step], others: object, tensors: list[torch.Tensor]) -> None:
+    def launch_and_look(
+        steps: list[plan.Step], others: object, tensors: list[torch.Tensor], device: torch.device
+    ) -> None:
         for step in steps:
-            launch([step], [], tensors)
+            launch([step], [], tensors, device)
             if step.facts.flags:
                 flags.append(plan.Tensors._make(tensors).flags[: step.num_programs].clone())
 

@@ -74,7 +74,7 @@ def test_kernels_for_another_length_take_no_memory(device: torch.device, monkeyp
 
     noted = []
 
-    def note(steps: Any, others: Any, tensors: Any) -> None:
+    def note(steps: Any, others: Any, tensors: Any, device: Any) -> None:
         noted.append(([step.facts.has_splits for step in (*steps, *others)], plan.Tensors._make(tensors)))
 
     monkeypatch.setattr(plan, "launch", note)

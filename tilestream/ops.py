@@ -244,7 +244,8 @@ def _attention_autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> t
     dout = torch.zeros_like(out) if dout is None else dout
     arguments = (dout, dlse, *tensors, *ctx.numbers, out, lse, needs_dbias, needs_dsinks)
     # With gradients enabled the backward is itself to be differentiated.
-    if not torch.is_grad_enabled() and is_eager((dout, dlse, *tensors, out, lse)):
+    # `out` stands for what was saved.
+    if not torch.is_grad_enabled() and is_eager((dout, dlse, out)):
         dq, dk, dv, dbias, dsinks = _gradients(*arguments)
     else:
         dq, dk, dv, dbias, dsinks = _call("attention_backward", *arguments)

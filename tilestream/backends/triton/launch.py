@@ -78,27 +78,27 @@ def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...
     return lambda shape, strides, dtype: torch.empty(shape, dtype=dtype, device=device)
 
 
-def launch(steps: Sequence[Step], others: Sequence[Step], tensors: Sequence[Tensor | None]) -> None:
-    """Launch on the current device, which the tensors are on, and its current stream; nothing waits for it.
+def launch(
+    steps: Sequence[Step], others: Sequence[Step], tensors: Sequence[Tensor | None], device: torch.device
+) -> None:
+    """Launch on the current stream of `device`, which is the current one; nothing waits for it.
 
     Args:
         others: steps that are compiled with these, and not launched.
-        tensors: the values of `Tensors`.
+        tensors: the values of `Tensors`, on `device`.
     """
     if isinstance(steps[0].kernel, InterpretedFunction):
         for step in steps:
             step.kernel[(step.num_programs,)](Tensors._make(tensors), step.numbers, step.facts)
         return
     if steps[-1].compiled is None:
-        assert tensors[0] is not None
-        _load((*others, *steps), tensors[0].device)
+        _load((*others, *steps), device)
     hooks = triton.knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         for step in steps:
             step.compiled[(step.num_programs, 1, 1)](Tensors._make(tensors), step.numbers, step.facts)
         return
-    driver = triton.runtime.driver.active
-    stream = driver.get_current_stream(driver.get_current_device())
+    stream = triton.runtime.driver.active.get_current_stream(device.index)
     # A launcher would ask every tensor for it, and the driver about it.
     pointers = tuple([None if x is None else x.data_ptr() for x in tensors])
     for step in steps:

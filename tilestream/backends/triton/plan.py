@@ -178,7 +178,7 @@ class Plan:
         for place, shape, strides, dtype in self._made:
             tensors[place] = self._empty(shape, strides, dtype)
         if self.steps:
-            launch(self.steps, self.others, tensors)
+            launch(self.steps, self.others, tensors, self._device)
         return tensors
 
 
