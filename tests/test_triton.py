@@ -88,6 +88,41 @@ def test_kernels_for_another_length_take_no_memory(device: torch.device, monkeyp
     assert tensors.out_parts is tensors.lse_parts is None
 
 
+# ---- operands in parts
+
+_PARTS = Case("parts", lengths=(150, 170), batch=1, heads=(1, 2), causal=True)
+PARTS = [
+    _PARTS,
+    dataclasses.replace(_PARTS, id="parts_full", causal=False, lengths=(33, 161), widths=(128, 128)),
+    dataclasses.replace(_PARTS, id="parts_wide", widths=(128, 100), heads=(2, 1), sinks="random"),
+    dataclasses.replace(_PARTS, id="parts_window", widths=(20, 72), window=(40, 3), heads=(1, 3)),
+    dataclasses.replace(_PARTS, id="parts_varlen", layout="varlen", widths=(128, 128), window=(60, None)),
+    dataclasses.replace(_PARTS, id="parts_void_rows", shift=-30, dout="expanded", with_dlse=False),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("is_finite", [True, False])
+@pytest.mark.parametrize("case", PARTS, ids=lambda case: case.id)
+def test_parts(case: Case, is_finite: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What float32 backwards are on Hopper, with the tiles that they have there."""
+    from tilestream.backends.triton import backward_parts, plan
+
+    launched = []
+    launch = plan.launch
+
+    def launch_and_note(steps: Any, *arguments: Any) -> None:
+        launched.extend(step.kernel for step in steps)
+        launch(steps, *arguments)
+
+    monkeypatch.setattr(plan, "launch", launch_and_note)
+    monkeypatch.setattr(plan, "_takes_parts", lambda problem, how: plan.takes_parts(problem))
+    # Its assembly is for the placing of loads, and nothing else.
+    monkeypatch.setattr(backward_parts, "delayed", lambda parts: parts)
+    _assert_right(case, device, tiles=None, is_finite=is_finite)
+    assert {backward_parts.query_parts_kernel, backward_parts.key_parts_kernel} <= set(launched)
+
+
 # ---- shapes
 
 
@@ -198,10 +233,11 @@ def test_kernels_stay_inside_of_their_tensors(what: str) -> None:
 # ---- plans
 
 
+@pytest.mark.parametrize("is_hopper", [False, True])
 @pytest.mark.parametrize("is_small", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_flag_is_read_by_the_program_that_it_is_of(
-    dtype: torch.dtype, is_small: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, is_small: bool, is_hopper: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exact kernel has the programs and tiles of the one before it; and lse is padded to whole tiles of rows."""
     from triton_hows import hows
@@ -209,13 +245,15 @@ def test_a_flag_is_read_by_the_program_that_it_is_of(
     from tilestream.backends.triton import plan
 
     monkeypatch.setattr(plan, "_is_small", lambda device: is_small)
+    monkeypatch.setattr(plan, "_is_hopper", lambda device: is_hopper)
     forward_plan, backward_plan = plan._forward_plan.__wrapped__, plan._backward_plan.__wrapped__
+    takes_parts = set()
     for width, layout, lengths in itertools.product(
         (16, 64, 128, 200, 512), ("dense", "varlen"), ((1, 1000), (300, 300))
     ):
         case = Case("plan", dtype, layout, lengths, widths=(width, width), causal=True, alibi="heads", bias="11mn")
         for bare in (dataclasses.replace(case, alibi=None, bias=None), case):
-            problem = bare.problem("cpu", is_backward=True)
+            problem = bare.problem("cuda", is_backward=True)
             forward_how, backward_how = hows(problem)
             steps = [*forward_plan(problem, forward_how).steps, *backward_plan(problem, backward_how).steps]
             flagging = None
@@ -223,11 +261,16 @@ def test_a_flag_is_read_by_the_program_that_it_is_of(
                 if step.kernel.__name__.startswith("exact_"):
                     assert flagging is not None
                     assert flagging.num_programs == step.num_programs
-                    side = "block_n" if step.kernel.__name__ == "exact_key_kernel" else "block_m"
-                    assert getattr(flagging.config, side) == getattr(step.config, side)
-                if step.kernel.__name__.endswith("key_kernel"):
-                    assert step.facts.row_block % step.config.block_m == 0
+                    if step.kernel.__name__ == "exact_key_kernel":
+                        assert flagging.config.block_n == step.config.block_n * step.config.num_slices
+                    else:
+                        assert flagging.config.block_m == step.config.block_m
+                assert step.facts.row_block % step.config.block_m == 0
+                if step.kernel.__name__.endswith("parts_kernel"):
+                    assert step.facts.row_block % step.config.block_n == 0
+                    takes_parts.add(problem.head_dim)
                 flagging = step if step.facts.flags else None
+    assert takes_parts == ({16, 64, 128} if is_hopper and dtype == torch.float32 else set())
 
 
 # ---- what it refuses

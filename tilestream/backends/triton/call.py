@@ -66,6 +66,10 @@ class Tensors(NamedTuple):
     flags: Tensor | None = None
     row_lse: Tensor | None = None
     row_delta: Tensor | None = None
+    q_parts: Tensor | None = None
+    k_parts: Tensor | None = None
+    v_parts: Tensor | None = None
+    dout_parts: Tensor | None = None
 
 
 class Numbers(NamedTuple):
@@ -77,6 +81,7 @@ class Numbers(NamedTuple):
     split_keys: int = 0
     num_rows: int = 0
     row_tiles: int = 0
+    key_tiles: int = 0
     num_heads_kv: int = 0
     batch: int = 0
     num_steps: int = 0
@@ -137,8 +142,12 @@ class Facts:
     flags: bool = False
     sums_rows: bool = False
     sums_keys: bool = False
-    # Rows of a tile of `tiles.padded_rows`.
+    # Rows of a tile of `tiles.padded_rows`, and keys of one of `tiles.padded_keys`.
     row_block: int = 1
+    # Tiles of keys, one after the other, of a program of the exact key kernel.
+    num_slices: int = 1
+    writes_parts: bool = False
+    takes_turns: bool = False
 
     @property
     def is_band(self) -> bool:
@@ -169,6 +178,8 @@ def facts_of(problem: Problem, config: Config, unit: int, precision: str, **more
         folds_scale=spec.scale >= _SMALLEST_SCALE and spec.softcap == 0 and not spec.has_alibi and not spec.has_bias,
         is_float32=problem.dtype == torch.float32,
         precision=precision,
+        takes_turns=config.takes_turns,
+        num_slices=config.num_slices,
         **more,
     )
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from tilestream.problem import Problem
 
-__all__ = ["Config", "config_for", "num_splits", "padded"]
+__all__ = ["Config", "config_for", "num_splits", "padded", "takes_parts"]
 
 # Packed rows up to which a call has small row tiles and splits its keys.
 _FEW_ROWS = 16
+# Keys of a tile of the exact key kernel, which compiles for long where they are many.
+_EXACT_KEYS = 64
 # Programs that a processor runs side by side, and what a split is worth at least.
 _PROGRAMS_EACH = 2
 _FEWEST_KEY_TILES = 4
@@ -29,6 +33,10 @@ class Config:
     num_stages: int
     # Of a thread, where the compiler shall take fewer than it would, for one more program per processor; NVIDIA only.
     max_registers: int | None = None
+    # Of operands in parts: streamed tiles share one place in shared memory (`backward_parts.py`).
+    takes_turns: bool = False
+    # Tiles of keys that a program takes one after the other; of the exact key kernel.
+    num_slices: int = 1
 
 
 _Table = dict[int, dict[str, Config]]
@@ -59,6 +67,11 @@ _SINGLE_RICH: _Table = {
     256: _SINGLE[256],
     512: _SINGLE[512],
 }
+# Operands in bfloat16 parts, which are split before.
+_PARTS: _Table = {
+    64: {"key": Config(32, 64, 4, 2), "query": Config(128, 64, 8, 2)},
+    128: {"key": Config(32, 128, 8, 1, takes_turns=True), "query": Config(128, 32, 8, 1, takes_turns=True)},
+}
 # At most 64 KiB of shared memory.
 _SMALL_HALF: _Table = {
     64: {"forward": Config(64, 64, 4, 1), "key": Config(32, 64, 4, 1), "query": Config(64, 32, 4, 1)},
@@ -80,7 +93,8 @@ def padded(width: int) -> int:
 
 
 def config_for(kernel: str, problem: Problem, is_small: bool = False) -> Config:
-    """The tiles of a kernel: ``forward``, ``key``, ``query``, ``bias``, or one of those as ``exact_...``.
+    """The tiles of a kernel: ``forward``, ``key``, ``query``, ``bias``, or one of those as ``exact_...``; ``key`` and
+    ``query`` also as ``parts_...``, which `takes_parts` allows.
 
     Args:
         is_small: for a GPU with less shared memory than Hopper's.
@@ -88,24 +102,41 @@ def config_for(kernel: str, problem: Problem, is_small: bool = False) -> Config:
     if kernel.startswith("exact_"):
         found = config_for(kernel.removeprefix("exact_"), problem, is_small)
         # Its programs have the tiles of those that flag them; what it streams comes in small tiles, without haste.
-        if kernel == "exact_key":
-            return Config(16, found.block_n, 8, 1)
+        if kernel.endswith("key"):
+            block_n = min(found.block_n, _EXACT_KEYS)
+            return Config(16, block_n, 8, 1, num_slices=found.block_n // block_n)
         return Config(found.block_m, 16, 8, 1)
-    width = max(64, padded(problem.head_dim), padded(problem.head_dim_v))
+    width = _width(problem)
+    if kernel.startswith("parts_"):
+        return _PARTS[width][kernel.removeprefix("parts_")]
     found = _table(problem, is_small)[width]["query" if kernel == "bias" else kernel]
     if kernel == "forward" and problem.layout == "dense" and problem.seqlen_q * problem.group <= _FEW_ROWS:
         return Config(_FEW_ROWS, min(found.block_n, 64), 4, found.num_stages)
     return found
 
 
+def takes_parts(problem: Problem) -> bool:
+    """Whether there are tiles for operands in parts, which need the shared memory and the matrix units of Hopper."""
+    return problem.dtype == torch.float32 and _width(problem) in _PARTS and not _is_rich(problem)
+
+
+def _width(problem: Problem) -> int:
+    return max(64, padded(problem.head_dim), padded(problem.head_dim_v))
+
+
 def _table(problem: Problem, is_small: bool) -> _Table:
-    spec = problem.spec
     is_half = problem.dtype.itemsize == 2
     if is_small:
         return _SMALL_HALF if is_half else _SMALL_SINGLE
-    if spec.softcap > 0 or spec.has_alibi or spec.has_bias or spec.dropout_p > 0:
+    if _is_rich(problem):
         return _HALF_RICH if is_half else _SINGLE_RICH
     return _HALF if is_half else _SINGLE
+
+
+def _is_rich(problem: Problem) -> bool:
+    """Whether anything but the band stands between the dot products and the softmax."""
+    spec = problem.spec
+    return spec.softcap > 0 or spec.has_alibi or spec.has_bias or spec.dropout_p > 0
 
 
 def num_splits(problem: Problem, config: Config, num_processors: int) -> tuple[int, int]:

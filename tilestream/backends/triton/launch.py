@@ -34,13 +34,15 @@ _POINTERS = {
 # Tensors whose rows `Facts.unit` promises to be aligned.
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _ALIGNED = [["tt.divisibility", 16]]
-_PADDED = ("row_lse", "row_delta")
+_PARTS = ("q_parts", "k_parts", "v_parts", "dout_parts")
+_PADDED = ("row_lse", "row_delta", *_PARTS)
 # Neither of the inputs' dtype nor float32; the bias has its own.
-_INTEGERS = {
+_DTYPES = {
     "seed": torch.int64,
     "cu_seqlens_q": torch.int32,
     "cu_seqlens_k": torch.int32,
     "flags": torch.int32,
+    **dict.fromkeys(_PARTS, torch.bfloat16),
 }
 _WIDE = ("shift", "keep_threshold", "num_rows")
 _FLOATS = ("scale", "scale_log2", "softcap_in", "softcap_out", "keep_scale")
@@ -146,7 +148,7 @@ def source(step: Step) -> ASTSource:
     Tensors that a call does not have are pointers too: all kernels then have arguments of the same types, and Triton
     builds one launcher for all (0.6 s each).
     """
-    dtypes = {name: step.dtype if name in _ROWS else _INTEGERS.get(name, torch.float32) for name in Tensors._fields}
+    dtypes = {name: step.dtype if name in _ROWS else _DTYPES.get(name, torch.float32) for name in Tensors._fields}
     dtypes["bias"] = step.bias_dtype
     numbers: dict[str, Any] = {}
     for name, value in Numbers._field_defaults.items():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilestream.backends.triton import backward as backward_kernels
+from tilestream.backends.triton import backward_parts as parts_kernels
 from tilestream.backends.triton import bias_gradient
 from tilestream.backends.triton import forward as forward_kernels
 from tilestream.backends.triton.call import (
@@ -27,7 +28,7 @@ from tilestream.backends.triton.call import (
     shapes_of,
     sizes_of,
 )
-from tilestream.backends.triton.configs import Config, config_for, num_splits
+from tilestream.backends.triton.configs import Config, config_for, num_splits, padded, takes_parts
 from tilestream.backends.triton.launch import Step, allocator, launch
 from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.spec import Band
@@ -188,7 +189,7 @@ _NO_TENSORS = (None,) * len(Tensors._fields)
 _OUT, _LSE = Tensors._fields.index("out"), Tensors._fields.index("lse")
 # Those that kernels load; narrower ones are widened first.
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Rows that the tiles of every key kernel are made of: what lse and delta are padded to.
+# Rows and keys that the tiles of every key kernel are made of: what lse, delta and parts are padded to.
 _ROW_BLOCK = 128
 # Beyond the distance of any two positions (`_MOST_ROWS` of the backend).
 _FARTHEST = 2**29
@@ -245,28 +246,43 @@ def _backward_plan(problem: Problem, how: How) -> Plan:
     made.append(_Made("delta", _lse_shape(problem), torch.float32))
     if problem.total_q == 0:
         return Plan(how.device, made, ())
+    if _takes_parts(problem, how):
+        return _parts_plan(problem, how, made)
     hides = _can_hide(problem)
-    config, key_config = _config("query", problem, how), _config("key", problem, how)
-    # key_kernel reads lse and delta tile by tile of its own rows.
-    padded = {"row_block": _ROW_BLOCK}
-    sizes = {"row_tiles": num_row_tiles(problem, _ROW_BLOCK)}
-    made += [_Made(name, _padded_rows_shape(problem), torch.float32) for name in ("row_lse", "row_delta")]
     build = _Builder(problem, how)
-    delta_facts = {"has_dlse": how.has_dlse, **padded}
     steps = [
-        build.row_step(backward_kernels.delta_kernel, Config(_ROW_BLOCK, 16, 4, 1), delta_facts, sizes),
-        build.row_step(backward_kernels.query_kernel, config, {"flags": hides}),
+        build.delta_step(),
+        build.row_step(backward_kernels.query_kernel, _config("query", problem, how), {"flags": hides}),
     ]
     if hides:
         exact = _config("exact_query", problem, how)
         steps.append(build.row_step(backward_kernels.exact_query_kernel, exact))
     if problem.total_k > 0:
-        facts = {"flags": hides, **padded}
-        steps.append(build.key_step(backward_kernels.key_kernel, key_config, facts, sizes))
+        steps.append(build.key_step(backward_kernels.key_kernel, _config("key", problem, how), {"flags": hides}))
         if hides:
             exact = _config("exact_key", problem, how)
-            steps.append(build.key_step(backward_kernels.exact_key_kernel, exact, padded, sizes))
-    return Plan(how.device, [*made, *_flags_of(steps)], steps)
+            steps.append(build.key_step(backward_kernels.exact_key_kernel, exact))
+    return Plan(how.device, [*made, *_rows_made(problem), *_flags_of(steps)], steps)
+
+
+def _parts_plan(problem: Problem, how: How, made: Sequence[_Made]) -> Plan:
+    """`_backward_plan` of float32 operands that are split first."""
+    config, key_config = _config("parts_query", problem, how), _config("parts_key", problem, how)
+    flags = {"flags": True}
+    build = _Builder(problem, how)
+    steps = [
+        build.delta_step(writes_parts=True),
+        build.key_step(parts_kernels.split_kernel, Config(16, _ROW_BLOCK, 8, 1)),
+        build.row_step(parts_kernels.query_parts_kernel, config, flags),
+        build.row_step(backward_kernels.exact_query_kernel, _config("exact_parts_query", problem, how)),
+        build.key_step(parts_kernels.key_parts_kernel, key_config, flags),
+        build.key_step(backward_kernels.exact_key_kernel, _config("exact_parts_key", problem, how)),
+    ]
+    rows, keys = _padded_rows(problem), _padded_keys(problem)
+    d, e = padded(problem.head_dim), padded(problem.head_dim_v)
+    shapes = {"q_parts": (rows, 3, d), "k_parts": (keys, 3, d), "v_parts": (keys, 3, e), "dout_parts": (rows, 3, e)}
+    parts = [_Made(name, shape, torch.bfloat16) for name, shape in shapes.items()]
+    return Plan(how.device, [*made, *_rows_made(problem), *parts, *_flags_of(steps)], steps)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -298,8 +314,18 @@ class _Builder:
         self._problem, self._how = problem, how
         self._unit, strides = layout_of(problem, how.strides, how.are_aligned)
         self._numbers: Numbers = sizes_of(problem)._replace(
-            slopes_stride=how.slopes_stride, bias_strides=how.bias_strides, **strides
+            row_tiles=num_row_tiles(problem, _ROW_BLOCK),
+            key_tiles=num_key_tiles(problem, _ROW_BLOCK),
+            slopes_stride=how.slopes_stride,
+            bias_strides=how.bias_strides,
+            **strides,
         )
+
+    def delta_step(self, writes_parts: bool = False) -> Step:
+        """What every backward begins with."""
+        facts = {"has_dlse": self._how.has_dlse, "writes_parts": writes_parts}
+        config = Config(_ROW_BLOCK, 16, 8 if writes_parts else 4, 1)
+        return self.row_step(backward_kernels.delta_kernel, config, facts)
 
     def row_step(
         self, kernel: Any, config: Config, facts: dict[str, Any] | None = None, sizes: dict[str, Any] | None = None
@@ -313,18 +339,19 @@ class _Builder:
     ) -> Step:
         """A kernel with a program per tile of keys."""
         facts = {"starts_last": self._problem.spec.band.left is not None, **(facts or {})}
-        return self._tile_step(kernel, config, num_key_tiles(self._problem, config.block_n), facts, sizes or {})
+        tiles = num_key_tiles(self._problem, config.block_n * config.num_slices)
+        return self._tile_step(kernel, config, tiles, facts, sizes or {})
 
     def _tile_step(self, kernel: Any, config: Config, tiles: int, facts: dict[str, Any], sizes: dict[str, Any]) -> Step:
         problem = self._problem
-        programs = tiles * problem.num_heads_kv * (1 if problem.layout == "varlen" else problem.batch)
+        programs = tiles * _num_sides(problem)
         total = programs * sizes["num_splits"] if facts.get("has_splits") else programs
         return self.step(kernel, config, total, facts, {"num_tiles": tiles, "num_programs": programs, **sizes})
 
     def step(self, kernel: Any, config: Config, programs: int, facts: dict[str, Any], sizes: dict[str, Any]) -> Step:
         """A kernel with so many programs."""
         problem, how = self._problem, self._how
-        made = facts_of(problem, config, self._unit, how.precision, **facts)
+        made = facts_of(problem, config, self._unit, how.precision, row_block=_ROW_BLOCK, **facts)
         numbers = self._numbers._replace(**sizes)
         return Step(kernel, config, made, programs, numbers, problem.dtype, how.bias_dtype or problem.dtype)
 
@@ -335,9 +362,23 @@ def _lse_shape(problem: Problem) -> tuple[int, ...]:
     return problem.batch, problem.num_heads_q, problem.seqlen_q
 
 
-def _padded_rows_shape(problem: Problem) -> tuple[int]:
-    batch = 1 if problem.layout == "varlen" else problem.batch
-    return (num_row_tiles(problem, _ROW_BLOCK) * _ROW_BLOCK * problem.num_heads_kv * batch,)
+def _rows_made(problem: Problem) -> list[_Made]:
+    """lse and delta as the key kernels read them: tile by tile of their own rows."""
+    return [_Made(name, (_padded_rows(problem),), torch.float32) for name in ("row_lse", "row_delta")]
+
+
+def _padded_rows(problem: Problem) -> int:
+    """Rows of the arrays of `tiles.padded_rows`."""
+    return num_row_tiles(problem, _ROW_BLOCK) * _ROW_BLOCK * _num_sides(problem)
+
+
+def _padded_keys(problem: Problem) -> int:
+    return num_key_tiles(problem, _ROW_BLOCK) * _ROW_BLOCK * _num_sides(problem)
+
+
+def _num_sides(problem: Problem) -> int:
+    """How often the tiles of one side come: per KV head, and of dense calls per batch entry."""
+    return problem.num_heads_kv * (1 if problem.layout == "varlen" else problem.batch)
 
 
 def _flags_of(steps: Sequence[Step]) -> list[_Made]:
@@ -349,6 +390,17 @@ def _flags_of(steps: Sequence[Step]) -> list[_Made]:
 def _can_hide(problem: Problem) -> bool:
     """Where nothing can be hidden, nothing hidden can get in."""
     return not problem.spec.band.is_unlimited or problem.spec.has_bias
+
+
+def _takes_parts(problem: Problem, how: How) -> bool:
+    """Whether float32 operands are split into parts before the backward's kernels."""
+    # Where there are no keys, no kernel writes parts of them.
+    return how.precision == "bf16x6" and problem.total_k > 0 and takes_parts(problem) and _is_hopper(how.device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _config(kernel: str, problem: Problem, how: How) -> Config:

@@ -25,6 +25,7 @@ __all__ = [
     "locate",
     "next_row_offsets",
     "numbers_at",
+    "padded_keys",
     "padded_rows",
     "query_ranges",
     "row_heads",
@@ -139,7 +140,13 @@ def locate(tile, head_kv, batch, tensors, numbers, facts: tl.constexpr, BY_KEYS:
     if facts.is_varlen:
         if BY_KEYS:
             batch, tile = _search(
-                tensors.cu_seqlens_k, numbers.total_k, tile, numbers.batch, numbers.num_steps, facts.block_n, 1
+                tensors.cu_seqlens_k,
+                numbers.total_k,
+                tile,
+                numbers.batch,
+                numbers.num_steps,
+                facts.block_n * facts.num_slices,
+                1,
             )
         else:
             batch, tile = _search(
@@ -295,10 +302,21 @@ def row_lse(rows, rows_inside, sequence, tensors, numbers, facts: tl.constexpr):
 @triton.jit
 def padded_rows(sequence, numbers, facts: tl.constexpr):
     """Where a sequence's packed rows start in arrays that hold whole tiles of rows, so that none is masked."""
+    return _padded(sequence, sequence.q_start * facts.group, numbers.row_tiles, numbers, facts)
+
+
+@triton.jit
+def padded_keys(sequence, numbers, facts: tl.constexpr):
+    """Where a sequence's keys start in arrays that hold whole tiles of keys."""
+    return _padded(sequence, sequence.k_start, numbers.key_tiles, numbers, facts)
+
+
+@triton.jit
+def _padded(sequence, start, num_tiles, numbers, facts: tl.constexpr):
     batch, tile = sequence.batch, 0
     if facts.is_varlen:
-        batch, tile = 0, sequence.q_start * facts.group // facts.row_block + sequence.batch
-    row = (batch * numbers.num_heads_kv + sequence.head_kv).to(tl.int64) * numbers.row_tiles + tile
+        batch, tile = 0, start // facts.row_block + sequence.batch
+    row = (batch * numbers.num_heads_kv + sequence.head_kv).to(tl.int64) * num_tiles + tile
     return row * facts.row_block
 
 
