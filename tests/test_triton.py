@@ -230,6 +230,50 @@ def test_kernels_stay_inside_of_their_tensors(what: str) -> None:
     assert "all in bounds" in done.stdout
 
 
+# ---- calls with a known signature
+
+
+@needs_interpreter
+def test_a_known_call_is_like_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, that plans last: whatever a signature leaves out makes no difference."""
+    from tilestream import api
+    from tilestream.backends.triton import plan
+
+    monkeypatch.setattr(api, "_KNOWN", {})
+    monkeypatch.setattr(plan, "_plan_lasts", lambda problem: True)
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(offset: int = 0) -> Tensor:
+        flat = torch.randn(2 * 40 * 2 * 16 + offset, generator=generator).to(torch.bfloat16)
+        return flat[offset:].view(2, 40, 2, 16)
+
+    def check(*inputs: Tensor) -> None:
+        with Target("triton").in_use():
+            known = run(inputs)
+            with monkeypatch.context() as patch:
+                patch.setattr(api, "_KNOWN", {})
+                new = run(inputs)
+        assert all(torch.equal(one, other) for one, other in zip(known, new, strict=True))
+
+    def run(inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        results = [*tilestream.attention_with_lse(*inputs, causal=True, backend="triton")]
+        wanted = [x for x in inputs if x.requires_grad]
+        return [*results, *(torch.autograd.grad(results[0].sum(), wanted) if wanted else ())]
+
+    check(leaf(), leaf(), leaf())
+    ((signature, known),) = api._KNOWN.items()
+    calls = []
+    api._KNOWN[signature] = known._replace(forward=lambda inputs: calls.append(1) or known.forward(inputs))
+    check(leaf(), leaf(), leaf())
+    check(leaf(1), leaf(), leaf(3))  # no longer at multiples of 16 bytes
+    check(leaf().requires_grad_(), leaf(), leaf())
+    assert (len(calls), len(api._KNOWN)) == (3, 1)
+    check(leaf().transpose(1, 2).contiguous().transpose(1, 2), leaf(), leaf())
+    assert (len(calls), len(api._KNOWN)) == (3, 2)
+    with pytest.raises(ValueError, match="causal must be True or False"), Target("triton").in_use():
+        tilestream.attention(leaf(), leaf(), leaf(), causal=1, backend="triton")
+
+
 # ---- plans
 
 

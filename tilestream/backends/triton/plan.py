@@ -46,8 +46,7 @@ def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
 
 def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput] | None:
     """See `Backend.prepare`."""
-    # What float32 products are made of can change between two calls (`call.precision_of`).
-    if problem.device_type != "cuda" or problem.dtype == torch.float32:
+    if not _plan_lasts(problem):
         return None
     problem = _without_idle_limits(problem)
     tensors = Tensors(*_readable(inputs))
@@ -103,6 +102,12 @@ def backward(
         delta = delta.masked_fill_(lse == -math.inf, 0.0)
         dsinks = sink_gradient(tensors.sinks, finite_or_zero(lse), delta).to(inputs.sinks.dtype)
     return Gradients(dq, dk, dv, dbias, dsinks)
+
+
+def _plan_lasts(problem: Problem) -> bool:
+    """Whether nothing outside of a call changes its plan."""
+    # What float32 products are made of can change between two calls, and whether a CPU interprets.
+    return problem.device_type == "cuda" and problem.dtype != torch.float32
 
 
 class How(NamedTuple):
