@@ -38,6 +38,22 @@ def _assert_right(case: Case, device: torch.device, tiles: Tiles = SMALL_TILES, 
     assert not found, "\n".join([*found, str(case)])
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels of all calls, in order."""
+    from tilestream.backends.triton import plan
+
+    kernels: list[Any] = []
+    launch = plan.launch
+
+    def launch_and_note(steps: Any, *arguments: Any) -> None:
+        kernels.extend(step.kernel for step in steps)
+        launch(steps, *arguments)
+
+    monkeypatch.setattr(plan, "launch", launch_and_note)
+    return kernels
+
+
 # ---- splits of the keys
 
 _DECODE = Case("decode", dtype=torch.bfloat16, lengths=(1, 1000), batch=1, heads=(2, 4), causal=True)
@@ -52,20 +68,12 @@ DECODE = [
 
 @pytest.mark.parametrize("is_finite", [True, False])
 @pytest.mark.parametrize("case", DECODE, ids=lambda case: case.id)
-def test_splits(case: Case, is_finite: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits(case: Case, is_finite: bool, device: torch.device, launched: list[Any]) -> None:
     """A few rows over many keys; a hidden NaN has the rows computed again from what the splits left."""
-    from tilestream.backends.triton import plan
+    from tilestream.backends.triton.forward import combine_kernel
 
-    kernels = []
-    launch = plan.launch
-
-    def launch_and_note(steps: Any, *arguments: Any) -> None:
-        kernels.extend(step.kernel for step in steps)
-        launch(steps, *arguments)
-
-    monkeypatch.setattr(plan, "launch", launch_and_note)
     _assert_right(case, device, tiles=(16, 64), is_finite=is_finite)
-    assert plan.forward_kernels.combine_kernel in kernels
+    assert combine_kernel in launched
 
 
 def test_kernels_for_another_length_take_no_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,18 +112,12 @@ PARTS = [
 @needs_interpreter
 @pytest.mark.parametrize("is_finite", [True, False])
 @pytest.mark.parametrize("case", PARTS, ids=lambda case: case.id)
-def test_parts(case: Case, is_finite: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts(
+    case: Case, is_finite: bool, device: torch.device, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What float32 backwards are on Hopper, with the tiles that they have there."""
     from tilestream.backends.triton import backward_parts, plan
 
-    launched = []
-    launch = plan.launch
-
-    def launch_and_note(steps: Any, *arguments: Any) -> None:
-        launched.extend(step.kernel for step in steps)
-        launch(steps, *arguments)
-
-    monkeypatch.setattr(plan, "launch", launch_and_note)
     monkeypatch.setattr(plan, "_takes_parts", lambda problem, how: plan.takes_parts(problem))
     # Its assembly is for the placing of loads, and nothing else.
     monkeypatch.setattr(backward_parts, "delayed", lambda parts: parts)
