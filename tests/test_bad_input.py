@@ -260,6 +260,23 @@ def test_triton_by_name_refuses_a_cpu() -> None:
         assert words in done.stdout
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.randn(3, 4, 8), torch.randn(5, 4, 8)], layout=layout)
+    with pytest.raises(ShapeError, match="query must not be a nested tensor"):
+        _dense(query=nested, key=nested, value=nested)
+
+
+def test_one_function_does_not_know_the_calls_of_another() -> None:
+    """The same tensors, which are right for the one."""
+    query = torch.randn(1, 5, 4, 8)
+    for _ in range(2):
+        tilestream.attention(query, query, query)
+        with pytest.raises(DtypeError, match="cu_seqlens_q"):
+            tilestream.attention_varlen(query, query, query, None, None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("call", [_dense, _varlen])
 def test_the_valid_calls_are_valid(call: Callable[..., Any]) -> None:
     assert all(bool(torch.isfinite(tensor).all()) for tensor in call())

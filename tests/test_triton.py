@@ -163,6 +163,8 @@ def test_no_number_overflows(device: torch.device) -> None:
     for case in (
         Case("wide_limits", lengths=(33, 40), batch=1, window=window, shift=7, alibi="heads", widths=(16, 16)),
         Case("far_shift", lengths=(33, 40), batch=1, window=(None, 2**40), shift=2**40, widths=(16, 16)),
+        Case("far_back", lengths=(33, 40), batch=1, causal=True, shift=-(2**29), heads=(1, 4), widths=(16, 16)),
+        Case("far_forth", lengths=(33, 40), batch=1, window=(0, None), shift=2**29, heads=(1, 6), widths=(16, 16)),
         Case("wide_varlen", lengths=(33, 40), layout="varlen", window=window, widths=(16, 16)),
     ):
         inputs = Target("triton").inputs(case, device)
@@ -221,7 +223,7 @@ def _check_ranges(ranges: tuple[int, ...], visible: Tensor, block: int, may_be_c
 @needs_interpreter
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the guard pages are Linux's")
-@pytest.mark.parametrize("what", ["truths", "lies"])
+@pytest.mark.parametrize("what", ["truths", "lies", "parts"])
 def test_kernels_stay_inside_of_their_tensors(what: str) -> None:
     """Also where cu_seqlens are wrong, which a GPU would not say."""
     environment = {**os.environ, "PYTHONPATH": str(_WORKER.parent.parent)}
@@ -230,6 +232,59 @@ def test_kernels_stay_inside_of_their_tensors(what: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all in bounds" in done.stdout
+
+
+def test_parts_of_short_sequences_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts lie in tiles of 128 rows, which a token would fill with nothing."""
+    from triton_hows import hows
+
+    from tilestream.backends.triton import plan
+
+    monkeypatch.setattr(plan, "_is_small", lambda device: False)
+    monkeypatch.setattr(plan, "_is_hopper", lambda device: True)
+    short = Case("short", lengths=(1, 1), batch=8300, heads=(16, 1), widths=(128, 128))
+    for case, wanted in ((short, False), (dataclasses.replace(short, lengths=(128, 128)), True)):
+        for layout in ("dense", "varlen"):
+            problem = dataclasses.replace(case, layout="dense").problem("cuda", is_backward=True)
+            if layout == "varlen":
+                problem = problem.packed([case.lengths[0]] * case.batch, [case.lengths[1]] * case.batch)
+            found = plan._backward_plan.__wrapped__(problem, hows(problem)[1])
+            fields = [plan.Tensors._fields[place] for place, *_ in found._made]
+            assert ("q_parts" in fields) == wanted
+            # Either way both are compiled.
+            names = {step.kernel.__name__ for step in (*found.steps, *found.others)}
+            assert {"key_kernel", "key_parts_kernel"} <= names
+
+
+# ---- what is not finite, and what is not there
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_is_nan_reaches_what_it_sees_alone(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 8, 1, 16).to(dtype) for _ in range(3))
+    query[0, 2] = float("nan")
+    found = []
+    for backend in ("triton", "cpu"):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        with Target("triton").in_use():
+            out = tilestream.attention(*leaves, causal=True, backend=backend)
+            found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+
+
+@needs_interpreter
+def test_slopes_of_no_sequence() -> None:
+    packed = torch.randn(5, 2, 16).requires_grad_()
+    none = torch.zeros(1, dtype=torch.int32)
+    with Target("triton").in_use():
+        out = tilestream.attention_varlen(
+            packed, packed, packed, none, none, alibi_slopes=torch.ones(0, 2), backend="triton"
+        )
+        (gradient,) = torch.autograd.grad(out.sum(), packed)
+    assert not out.any()
+    assert not gradient.any()
 
 
 # ---- calls with a known signature

@@ -6,6 +6,7 @@ cu_seqlens lie, nothing is said about results, but still nothing outside of the 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import torch
@@ -14,6 +15,7 @@ from interpreter import import_interpreted, interpreting
 
 import tilestream.backends.triton as backend
 from tilestream.problem import AttentionInputs, Problem
+from tilestream.spec import Band
 
 _FARTHEST = 2**31 - 1
 # For 71 queries and 90 keys in three sequences.
@@ -46,6 +48,24 @@ def check_lies() -> None:
             _guarded(Problem.from_inputs(lying, problem.spec, shift=None), lying, at_end)
 
 
+def check_parts() -> None:
+    """float32 operands in parts, with the tiles of Hopper, also where the band shows nothing."""
+    from tilestream.backends.triton import backward_parts, plan
+
+    plan._takes_parts = lambda problem, how: plan.takes_parts(problem)
+    # Its assembly is for the placing of loads, and nothing else.
+    backward_parts.delayed = lambda parts: parts
+    for problem, inputs in problems(torch.float32, (128, 128)):
+        for band, shift in ((Band(None, 0), -500), (Band(None, 0), 9), (Band(5, None), 10**6)):
+            if problem.spec.has_bias:
+                continue
+            spec = dataclasses.replace(problem.spec, band=band)
+            is_dense = problem.layout == "dense"
+            bent = dataclasses.replace(problem, spec=spec, shift=shift if is_dense else None)
+            for at_end in (True, False):
+                _guarded(bent, inputs, at_end)
+
+
 def _guarded(problem: Problem, inputs: AttentionInputs, at_end: bool) -> list[torch.Tensor]:
     # Flushed, so that the last words of a process that dies say what it was doing.
     print(f"{problem.layout}, bias={problem.spec.has_bias}, {at_end=}", flush=True)
@@ -63,6 +83,7 @@ def _lying(inputs: AttentionInputs, starts_q: list[int], starts_k: list[int]) ->
 
 if __name__ == "__main__":
     import_interpreted()
-    with interpreting((64, 64)):
-        {"truths": check_truths, "lies": check_lies}[sys.argv[1]]()
+    checks = {"truths": check_truths, "lies": check_lies, "parts": check_parts}
+    with interpreting(None if sys.argv[1] == "parts" else (64, 64)):
+        checks[sys.argv[1]]()
     print("all in bounds")

@@ -273,10 +273,10 @@ _MAX_KNOWN = 1024
 def _attend(
     inputs: AttentionInputs, options: _Options, check: Callable[[AttentionInputs, _Options], AttentionInputs]
 ) -> AttentionOutput:
-    signature = _signature(inputs, options)
     try:
-        known = None if signature is None else _KNOWN.get(signature)
-    except TypeError:  # a list somewhere: right or wrong, the checks will say
+        signature = _signature(inputs, options)
+        known = None if signature is None else _KNOWN.get((check, signature))
+    except (TypeError, RuntimeError):  # a list somewhere, or a nested tensor: the checks will say
         signature = known = None
     if known is not None:
         return ops.apply_known(inputs, known)
@@ -286,7 +286,7 @@ def _attend(
     if signature is not None:
         if len(_KNOWN) >= _MAX_KNOWN:
             _KNOWN.clear()
-        _KNOWN[signature] = ops.know(inputs, numbers)
+        _KNOWN[check, signature] = ops.know(inputs, numbers)
     return output
 
 

@@ -259,6 +259,10 @@ def check_types(inputs: AttentionInputs, *, is_varlen: bool) -> None:
     for name, tensor in zip(AttentionInputs._fields, inputs, strict=True):
         if not isinstance(tensor, Tensor) and (tensor is not None or name in needed):
             raise DtypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
+        if tensor is not None and tensor.is_nested:
+            raise ShapeError(
+                f"{name} must not be a nested tensor; pass torch.cat({name}.unbind()) to attention_varlen."
+            )
 
 
 def check_tensors(inputs: AttentionInputs, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None) -> None:

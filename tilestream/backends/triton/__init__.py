@@ -25,6 +25,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_HEAD_DIM = 512
 # Positions, edges and rows are 32-bit numbers in the kernels; addresses are not.
 _MOST_ROWS = 2**28
+# A program has a row at least, and their number is a 32-bit one.
+_MOST_PROGRAMS = 2**30
 
 
 class TritonBackend:
@@ -45,6 +47,8 @@ class TritonBackend:
             return f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above {_LARGEST_HEAD_DIM}"
         if max(problem.total_q, problem.total_k) * problem.group > _MOST_ROWS:
             return "it has more than 2**28 rows of queries or keys"
+        if max(problem.total_q, problem.total_k) * problem.num_heads_q > _MOST_PROGRAMS:
+            return "it has more than 2**30 rows of queries or keys over all heads"
         return None
 
     def tile_shape(self, problem: Problem) -> tuple[int, int]:

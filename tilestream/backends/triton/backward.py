@@ -98,6 +98,9 @@ def _row_delta(rows, rows_inside, sequence, tensors, numbers, facts: tl.constexp
 def _score_gradient(s, capped, dp, keep, lse_log2, delta, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
     """(P after dropout, dS of the scaled dot products) of one tile, either way round; `keep` only with dropout."""
     p = probabilities(s, lse_log2, numbers, facts)
+    if EXACT:
+        # Where a visible key makes lse NaN, the hidden ones still have no part in it.
+        p = tl.where(s == float("-inf"), 0.0, p)
     kept = p
     if facts.has_dropout:
         kept = tl.where(keep, p * numbers.keep_scale, 0.0)

@@ -81,7 +81,7 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
     dv = tl.full([facts.block_n, facts.block_dv], 0.0, tl.float32)
     if facts.takes_turns:
         # A band may show no row at all; the first tile of rows is there nevertheless.
-        start = padded + tl.minimum(ranges.lo, tl.maximum(ranges.hi - facts.block_m, 0))
+        start = padded + tl.where(ranges.lo < ranges.hi, ranges.lo, 0)
         q_0, q_1, q_2 = load_parts(q_tile + start * D, facts.block_d)
     for m_start in tl.range(ranges.lo, ranges.hi, facts.block_m):
         rows = m_start + m
@@ -155,7 +155,7 @@ def _query_loop(q_m, dout_m, rows, ranges, sequence, tensors, numbers, facts: tl
     nothing = tl.full([facts.block_m, facts.block_n], 0.0, tl.float32)
     dq = tl.full([facts.block_m, facts.block_d], 0.0, tl.float32)
     if facts.takes_turns:
-        start = keys + tl.minimum(ranges.lo, tl.maximum(ranges.hi - facts.block_n, 0))
+        start = keys + tl.where(ranges.lo < ranges.hi, ranges.lo, 0)
         v_0, v_1, v_2 = load_parts(v_tile + start * E, facts.block_dv)
         k_0, k_1, k_2 = load_parts(k_tile + start * D, facts.block_d)
     for n_start in tl.range(ranges.lo, ranges.hi, facts.block_n):

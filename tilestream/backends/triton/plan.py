@@ -199,6 +199,9 @@ _ROW_BLOCK = 128
 # Beyond the distance of any two positions (`_MOST_ROWS` of the backend).
 _FARTHEST = 2**29
 _HOPPER_SHARED_BYTES = 227 << 10
+# Padded rows in parts for one that is; and so few of them that it does not matter, 50 MB at head_dim 128.
+_MOST_PADDED = 2.5
+_FEW_ROWS = 2**16
 
 
 @functools.lru_cache(maxsize=1024)
@@ -251,8 +254,17 @@ def _backward_plan(problem: Problem, how: How) -> Plan:
     made.append(_Made("delta", _lse_shape(problem), torch.float32))
     if problem.total_q == 0:
         return Plan(how.device, made, ())
+    made += [_Made(name, (_padded_rows(problem),), torch.float32) for name in ("row_lse", "row_delta")]
+    steps, others = _plain_steps(problem, how), list[Step]()
     if _takes_parts(problem, how):
-        return _parts_plan(problem, how, made)
+        parts = _parts_steps(problem, how)
+        # Which of both is a matter of lengths, so both are compiled.
+        steps, others = (parts, steps) if _fills_tiles(problem) else (steps, parts)
+        made += _parts_made(problem) if steps is parts else []
+    return Plan(how.device, [*made, *_flags_of(steps)], steps, others)
+
+
+def _plain_steps(problem: Problem, how: How) -> list[Step]:
     hides = _can_hide(problem)
     build = _Builder(problem, how)
     steps = [
@@ -267,15 +279,15 @@ def _backward_plan(problem: Problem, how: How) -> Plan:
         if hides:
             exact = _config("exact_key", problem, how)
             steps.append(build.key_step(backward_kernels.exact_key_kernel, exact))
-    return Plan(how.device, [*made, *_rows_made(problem), *_flags_of(steps)], steps)
+    return steps
 
 
-def _parts_plan(problem: Problem, how: How, made: Sequence[_Made]) -> Plan:
-    """`_backward_plan` of float32 operands that are split first."""
+def _parts_steps(problem: Problem, how: How) -> list[Step]:
+    """Of float32 operands that are split first."""
     config, key_config = _config("parts_query", problem, how), _config("parts_key", problem, how)
     flags = {"flags": True}
     build = _Builder(problem, how)
-    steps = [
+    return [
         build.delta_step(writes_parts=True),
         build.key_step(parts_kernels.split_kernel, Config(16, _ROW_BLOCK, 8, 1)),
         build.row_step(parts_kernels.query_parts_kernel, config, flags),
@@ -283,11 +295,6 @@ def _parts_plan(problem: Problem, how: How, made: Sequence[_Made]) -> Plan:
         build.key_step(parts_kernels.key_parts_kernel, key_config, flags),
         build.key_step(backward_kernels.exact_key_kernel, _config("exact_parts_key", problem, how)),
     ]
-    rows, keys = _padded_rows(problem), _padded_keys(problem)
-    d, e = padded(problem.head_dim), padded(problem.head_dim_v)
-    shapes = {"q_parts": (rows, 3, d), "k_parts": (keys, 3, d), "v_parts": (keys, 3, e), "dout_parts": (rows, 3, e)}
-    parts = [_Made(name, shape, torch.bfloat16) for name, shape in shapes.items()]
-    return Plan(how.device, [*made, *_rows_made(problem), *parts, *_flags_of(steps)], steps)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -367,9 +374,11 @@ def _lse_shape(problem: Problem) -> tuple[int, ...]:
     return problem.batch, problem.num_heads_q, problem.seqlen_q
 
 
-def _rows_made(problem: Problem) -> list[_Made]:
-    """lse and delta as the key kernels read them: tile by tile of their own rows."""
-    return [_Made(name, (_padded_rows(problem),), torch.float32) for name in ("row_lse", "row_delta")]
+def _parts_made(problem: Problem) -> list[_Made]:
+    rows, keys = _padded_rows(problem), _padded_keys(problem)
+    d, e = padded(problem.head_dim), padded(problem.head_dim_v)
+    shapes = {"q_parts": (rows, 3, d), "k_parts": (keys, 3, d), "v_parts": (keys, 3, e), "dout_parts": (rows, 3, e)}
+    return [_Made(name, shape, torch.bfloat16) for name, shape in shapes.items()]
 
 
 def _padded_rows(problem: Problem) -> int:
@@ -401,6 +410,13 @@ def _takes_parts(problem: Problem, how: How) -> bool:
     """Whether float32 operands are split into parts before the backward's kernels."""
     # Where there are no keys, no kernel writes parts of them.
     return how.precision == "bf16x6" and problem.total_k > 0 and takes_parts(problem) and _is_hopper(how.device)
+
+
+def _fills_tiles(problem: Problem) -> bool:
+    """Whether parts take not much more memory than they would without padding, or little."""
+    rows, keys = problem.total_q * problem.num_heads_q, problem.total_k * problem.num_heads_kv
+    most_rows, most_keys = (max(_MOST_PADDED * number, _FEW_ROWS) for number in (rows, keys))
+    return _padded_rows(problem) <= most_rows and _padded_keys(problem) <= most_keys
 
 
 @functools.cache
