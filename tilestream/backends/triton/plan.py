@@ -449,6 +449,11 @@ def _rows_in_place(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _slopes(alibi: Tensor, num_heads: int) -> Tensor:
+    """In float32; of no sequence, numbers for the tokens that belong to none."""
+    return alibi.float().contiguous() if alibi.numel() > 0 else alibi.new_zeros(num_heads, dtype=torch.float32)
+
+
 def _readable(inputs: AttentionInputs) -> AttentionInputs:
     """The inputs as the kernels read them: contiguous last dimensions, slopes and sinks in float32."""
     query, key, value, bias, alibi, sinks, seed, cu_seqlens_q, cu_seqlens_k = inputs
@@ -457,7 +462,7 @@ def _readable(inputs: AttentionInputs) -> AttentionInputs:
         _rows_in_place(key),
         _rows_in_place(value),
         bias if bias is None or bias.dtype in _BIAS_DTYPES else bias.float(),
-        None if alibi is None else alibi.float().contiguous(),
+        None if alibi is None else _slopes(alibi, query.shape[-2]),
         None if sinks is None else sinks.float().contiguous(),
         seed,
         None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),

@@ -44,10 +44,9 @@ def _tanh(x, facts: tl.constexpr):
 def row_slopes(rows, sequence, tensors, numbers, facts: tl.constexpr):
     """ALiBi slopes of packed rows, in units of log 2."""
     _, head = row_heads(rows, sequence, facts)
-    # Tokens after the last sequence have a batch index one too large; without sequences there are no slopes of any.
-    batch = tl.maximum(tl.minimum(sequence.batch, numbers.batch - 1), 0)
-    are_there = (head >= 0) & (numbers.batch > 0)
-    return tl.load(tensors.slopes + batch * numbers.slopes_stride + head, are_there, other=0.0) * LOG2E
+    # Tokens after the last sequence have a batch index one too large.
+    batch = tl.minimum(sequence.batch, numbers.batch - 1)
+    return tl.load(tensors.slopes + batch * numbers.slopes_stride + head) * LOG2E
 
 
 @triton.jit
