@@ -32,8 +32,6 @@ __all__ = [
     "sizes_of",
 ]
 
-# Positions and edges stay within 32 bits: an edge beyond every position is as good as one further away.
-_FARTHEST = 2**29
 _LOG2E = math.log2(math.e)
 # What float32 knows as more than 0: a masked score of -inf times 0 would be NaN.
 _SMALLEST_SCALE = 2.0**-126
@@ -198,8 +196,13 @@ def precision_of(problem: Problem) -> str:
 @functools.lru_cache(maxsize=1024)
 def sizes_of(problem: Problem) -> Numbers:
     """The numbers that follow from the problem."""
-    spec = problem.spec
-    shift = problem.shift or 0
+    spec, shift = problem.spec, problem.shift or 0
+    # An edge beyond every position is as good as one further away, and its product with the group fits 32 bits.
+    farthest = problem.total_q + problem.total_k
+
+    def edge(position: int) -> int:
+        return max(-problem.seqlen_q, min(position, problem.seqlen_k))
+
     return Numbers(
         num_rows=problem.total_q * problem.num_heads_q,
         num_heads_kv=problem.num_heads_kv,
@@ -209,10 +212,10 @@ def sizes_of(problem: Problem) -> Numbers:
         seqlen_k=problem.seqlen_k,
         total_q=problem.total_q,
         total_k=problem.total_k,
-        left=min(spec.band.left or 0, _FARTHEST),
-        right=min(spec.band.right or 0, _FARTHEST),
-        left_edge=max(-_FARTHEST, min(shift - (spec.band.left or 0), _FARTHEST)),
-        right_edge=max(-_FARTHEST, min(shift + (spec.band.right or 0), _FARTHEST)),
+        left=min(spec.band.left or 0, farthest),
+        right=min(spec.band.right or 0, farthest),
+        left_edge=edge(shift - (spec.band.left or 0)),
+        right_edge=edge(shift + (spec.band.right or 0)),
         shift=shift,
         scale=spec.scale,
         scale_log2=spec.scale * _LOG2E,

@@ -192,16 +192,14 @@ def query_ranges(n_start, sequence, facts: tl.constexpr):
     hi = sequence.seqlen_q
     full_lo = 0
     if facts.has_right:
-        # Within the rows, because an edge times the group could overflow.
-        lo = tl.minimum(tl.maximum(n_start - sequence.right_edge, 0), hi)
-        full_lo = tl.minimum(tl.maximum(last - sequence.right_edge, 0), hi)
+        lo = tl.maximum(n_start - sequence.right_edge, 0)
+        full_lo = tl.maximum(last - sequence.right_edge, 0)
     if facts.has_left:
-        hi = tl.maximum(tl.minimum(last - sequence.left_edge + 1, hi), 0)
+        hi = tl.minimum(last - sequence.left_edge + 1, hi)
         full_hi = tl.minimum(n_start - sequence.left_edge + 1, hi)
     else:
         full_hi = (hi * facts.group + facts.block_m - 1) // facts.block_m * facts.block_m
         return _whole_tiles(lo * facts.group, full_lo * facts.group, full_hi, hi * facts.group, facts.block_m)
-    full_hi = tl.maximum(full_hi, 0)
     return _whole_tiles(lo * facts.group, full_lo * facts.group, full_hi * facts.group, hi * facts.group, facts.block_m)
 
 
