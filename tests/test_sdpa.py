@@ -223,13 +223,14 @@ def _count_backend_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from tilestream import dispatch
 
     calls: list[str] = []
-    choose = dispatch.choose
 
-    def counted(problem: object, *args: object) -> object:
-        calls.append("backward" if problem.is_backward else "forward")
-        return choose(problem, *args)
+    def count(backend: object, method: str) -> None:
+        run = getattr(backend, method)
+        monkeypatch.setattr(backend, method, lambda *arguments: calls.append(method) or run(*arguments))
 
-    monkeypatch.setattr(dispatch, "choose", counted)
+    for name in dispatch.BACKENDS:
+        for method in ("forward", "backward"):
+            count(dispatch.backend(name), method)
     return calls
 
 
