@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from tilestream.backends.triton.careful import exact_product, flag, is_flagged
-from tilestream.backends.triton.parts import part_offsets, store_parts
+from tilestream.backends.triton.parts import part_pointers, store_parts
 from tilestream.backends.triton.score import (
     keep_tile,
     probabilities,
@@ -75,18 +75,16 @@ def delta_kernel(tensors, numbers, facts: tl.constexpr):
     if facts.has_dlse:
         delta -= tl.load(tensors.dlse + places, rows_inside, other=0.0)
     tl.store(tensors.delta + places, delta, rows_inside)
-    padded = padded_rows(sequence, numbers, facts) + rows
+    start = padded_rows(sequence, numbers, facts)
+    padded = start + rows
     tl.store(tensors.row_lse + padded, row_lse(rows, rows_inside, sequence, tensors, numbers, facts))
     tl.store(tensors.row_delta + padded, delta)
     if facts.writes_parts:
-        first = padded_rows(sequence, numbers, facts) + tile * facts.block_m
-        d = tl.arange(0, facts.block_d)
-        q = row_pointers(tensors.q, rows, sequence, numbers.q_strides, facts, facts.block_d)
-        q = tl.load(q, rows_inside[:, None] & (d < facts.head_dim)[None, :], other=0.0)
-        q_parts = tensors.q_parts + first * (3 * facts.block_d) + part_offsets(facts.block_m, facts.block_d)
-        store_parts(q_parts, q, facts.block_d)
-        dout_parts = tensors.dout_parts + first * (3 * facts.block_dv) + part_offsets(facts.block_m, facts.block_dv)
-        store_parts(dout_parts, dout, facts.block_dv)
+        first = start + tile * facts.block_m
+        q_rows = row_pointers(tensors.q, rows, sequence, numbers.q_strides, facts, facts.block_d)
+        q = load_tile(q_rows, rows_inside, tl.arange(0, facts.block_d), facts.head_dim, facts.block_d)
+        store_parts(part_pointers(tensors.q_parts, first, facts.block_m, facts.block_d), q, facts.block_d)
+        store_parts(part_pointers(tensors.dout_parts, first, facts.block_m, facts.block_dv), dout, facts.block_dv)
 
 
 @triton.jit
@@ -160,10 +158,10 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
 
 
 @triton.jit
-def _key_program(part, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
+def _key_program(slice_index, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
     tile, head_kv, batch, _split = tile_index(numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=True)
-    n_start = (tile * facts.num_slices + part) * facts.block_n
+    n_start = (tile * facts.num_slices + slice_index) * facts.block_n
     if n_start < sequence.seqlen_k:
         j = n_start + tl.arange(0, facts.block_n)
         keys_inside = j < sequence.seqlen_k
@@ -194,8 +192,8 @@ def key_kernel(tensors, numbers, facts: tl.constexpr):
 def exact_key_kernel(tensors, numbers, facts: tl.constexpr):
     """dk and dv of a flagged tile of keys, exact where numbers are not finite."""
     if is_flagged(tensors):
-        for part in tl.range(0, facts.num_slices):
-            _key_program(part, tensors, numbers, facts, True)
+        for slice_index in tl.range(0, facts.num_slices):
+            _key_program(slice_index, tensors, numbers, facts, True)
 
 
 @triton.jit

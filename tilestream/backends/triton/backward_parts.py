@@ -24,6 +24,7 @@ from tilestream.backends.triton.parts import (
     dot_parts,
     load_parts,
     part_offsets,
+    part_pointers,
     split,
     store_parts,
     trans_parts,
@@ -60,8 +61,8 @@ def split_kernel(tensors, numbers, facts: tl.constexpr):
         k_keys = tensors.k + key_offsets(j, sequence, numbers.k_strides, facts)[:, None] + d[None, :]
         v_keys = tensors.v + key_offsets(j, sequence, numbers.v_strides, facts)[:, None] + e[None, :]
         first = padded_keys(sequence, numbers, facts) + n_start
-        k_parts = tensors.k_parts + first * (3 * facts.block_d) + part_offsets(facts.block_n, facts.block_d)
-        v_parts = tensors.v_parts + first * (3 * facts.block_dv) + part_offsets(facts.block_n, facts.block_dv)
+        k_parts = part_pointers(tensors.k_parts, first, facts.block_n, facts.block_d)
+        v_parts = part_pointers(tensors.v_parts, first, facts.block_n, facts.block_dv)
         store_parts(k_parts, load_tile(k_keys, keys_inside, d, facts.head_dim, facts.block_d), facts.block_d)
         store_parts(v_parts, load_tile(v_keys, keys_inside, e, facts.head_dim_v, facts.block_dv), facts.block_dv)
 
@@ -125,8 +126,8 @@ def key_parts_kernel(tensors, numbers, facts: tl.constexpr):
         j = n_start + tl.arange(0, facts.block_n)
         keys_inside = j < sequence.seqlen_k
         first = padded_keys(sequence, numbers, facts) + n_start
-        k_parts = tensors.k_parts + first * (3 * facts.block_d) + part_offsets(facts.block_n, facts.block_d)
-        v_parts = tensors.v_parts + first * (3 * facts.block_dv) + part_offsets(facts.block_n, facts.block_dv)
+        k_parts = part_pointers(tensors.k_parts, first, facts.block_n, facts.block_d)
+        v_parts = part_pointers(tensors.v_parts, first, facts.block_n, facts.block_dv)
         k_n, v_n = load_parts(k_parts, facts.block_d), load_parts(v_parts, facts.block_dv)
         ranges = query_ranges(n_start, sequence, facts)
         dk, dv = _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts)
@@ -191,8 +192,8 @@ def query_parts_kernel(tensors, numbers, facts: tl.constexpr):
         rows = m_start + tl.arange(0, facts.block_m)
         rows_inside = rows < num_rows
         first = padded_rows(sequence, numbers, facts) + m_start
-        q_parts = tensors.q_parts + first * (3 * facts.block_d) + part_offsets(facts.block_m, facts.block_d)
-        dout_parts = tensors.dout_parts + first * (3 * facts.block_dv) + part_offsets(facts.block_m, facts.block_dv)
+        q_parts = part_pointers(tensors.q_parts, first, facts.block_m, facts.block_d)
+        dout_parts = part_pointers(tensors.dout_parts, first, facts.block_m, facts.block_dv)
         q_m, dout_m = load_parts(q_parts, facts.block_d), load_parts(dout_parts, facts.block_dv)
         ranges = key_ranges(m_start, sequence, facts)
         dq = _query_loop(q_m, dout_m, rows, ranges, sequence, tensors, numbers, facts)

@@ -14,7 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["delayed", "dot_parts", "load_parts", "part_offsets", "split", "store_parts", "trans_parts", "zeros_after"]
+__all__ = [
+    "delayed",
+    "dot_parts",
+    "load_parts",
+    "part_offsets",
+    "part_pointers",
+    "split",
+    "store_parts",
+    "trans_parts",
+    "zeros_after",
+]
 
 # From here on a finite number rounds to infinity.
 _LARGEST = tl.constexpr(3.3895e38)
@@ -23,7 +33,11 @@ _LARGEST = tl.constexpr(3.3895e38)
 @triton.jit
 def split(x):
     """(high, middle, low) of float32 numbers in registers."""
-    high = x.to(tl.bfloat16)
+    return _split_below(x, x.to(tl.bfloat16))
+
+
+@triton.jit
+def _split_below(x, high):
     rest = x - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
     return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
@@ -36,16 +50,20 @@ def part_offsets(count: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def part_pointers(base, first, count: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers to the high parts of the tile whose first row is `first`."""
+    return base + first * (3 * WIDTH) + part_offsets(count, WIDTH)
+
+
+@triton.jit
 def store_parts(pointers, x, WIDTH: tl.constexpr):
     """`split` of a tile, also of the largest finite numbers, whose high part is cut off instead of rounded."""
     high = x.to(tl.bfloat16)
     cut = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)
-    high = tl.where(tl.abs(x) >= _LARGEST, cut, high)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
+    high, middle, low = _split_below(x, tl.where(tl.abs(x) >= _LARGEST, cut, high))
     tl.store(pointers, high)
     tl.store(pointers + WIDTH, middle)
-    tl.store(pointers + 2 * WIDTH, (rest - middle.to(tl.float32)).to(tl.bfloat16))
+    tl.store(pointers + 2 * WIDTH, low)
 
 
 @triton.jit

@@ -83,25 +83,20 @@ def backward(
         dlse=None if dlse is None else dlse.float().contiguous(),
     )
     how = how_of(problem, given)
-    tensors = Tensors._make(_backward_plan(problem, how).run(given))
-    dq, dk, dv, lse, delta = tensors.dq, tensors.dk, tensors.dv, tensors.lse, tensors.delta
-    assert dq is not None
-    assert dk is not None
-    assert dv is not None
-    assert lse is not None
-    assert delta is not None
+    # None of those that are read below is missing.
+    tensors: Any = Tensors._make(_backward_plan(problem, how).run(given))
     if problem.total_q == 0:
-        dk.zero_()
-        dv.zero_()
+        tensors.dk.zero_()
+        tensors.dv.zero_()
     dbias = dsinks = None
     if needs_dbias and inputs.bias is not None:
         (dbias,) = _bias_plan(problem, how, inputs.bias.shape).made_of(tensors)
         dbias = dbias.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
     if needs_dsinks and inputs.sinks is not None and tensors.sinks is not None:
         # A token after the last sequence has no sink.
-        delta = delta.masked_fill_(lse == -math.inf, 0.0)
-        dsinks = sink_gradient(tensors.sinks, finite_or_zero(lse), delta).to(inputs.sinks.dtype)
-    return Gradients(dq, dk, dv, dbias, dsinks)
+        delta = tensors.delta.masked_fill_(tensors.lse == -math.inf, 0.0)
+        dsinks = sink_gradient(tensors.sinks, finite_or_zero(tensors.lse), delta).to(inputs.sinks.dtype)
+    return Gradients(tensors.dq, tensors.dk, tensors.dv, dbias, dsinks)
 
 
 def _plan_lasts(problem: Problem) -> bool:
