@@ -74,7 +74,10 @@ class _NoLoop:
 # TILESTREAM_NATIVE_ISA narrows them down, as it does for calls.
 _WANTED = os.environ.get(library.VARIABLE) or None
 ISAS = tuple(isa for isa in library.runnable() if _WANTED in (None, isa))
-TARGETS = (*map(Target, dispatch.BACKENDS), *(Target("native", isa, is_finite=True) for isa in ISAS))
+# Hopper kernels have no interpreter and no other GPU.
+_HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+_BACKENDS = [name for name in dispatch.BACKENDS if name != "hopper" or _HAS_HOPPER]
+TARGETS = (*map(Target, _BACKENDS), *(Target("native", isa, is_finite=True) for isa in ISAS))
 
 # Interpreted with small tiles a case has several of every kind, and takes its time: these are for `cases.FEW` alone.
 FINITE = Target("triton", is_finite=True, tiles=SMALL_TILES)

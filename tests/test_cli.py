@@ -38,7 +38,7 @@ BAD_INPUTS = {
     "explain --dropout nan": "dropout_p must be finite",
     "explain --dtype int8": "invalid choice: 'int8'",
     "explain --device toaster": "--device: must be a torch device such as cpu or cuda:0, got 'toaster'",
-    "explain --backend nope": "backend 'nope' does not exist; choose from 'native', 'triton', 'cpu'",
+    "explain --backend nope": "backend 'nope' does not exist; choose from 'native', 'hopper', 'triton', 'cpu'",
     "explain --varlen 3 4 --seqlen-k 7": "--seqlen-k and --varlen exclude each other",
     "bench --cases nope": "case 'nope' does not exist; choose from full_1k",
     "bench --providers nope": "provider 'nope' does not exist; choose from tilestream",

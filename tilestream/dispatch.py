@@ -27,6 +27,7 @@ __all__ = [
 # In order of preference; each names a module with a `BACKEND` object, imported when it is first asked.
 _MODULES = {
     "native": "tilestream.backends.cpu.native",
+    "hopper": "tilestream.backends.hopper",
     "triton": "tilestream.backends.triton",
     "cpu": "tilestream.backends.cpu",
 }

@@ -38,7 +38,7 @@ from tilestream.backends.triton.tiles import (
     tile_index,
 )
 
-__all__ = ["combine_kernel", "exact_forward_kernel", "forward_kernel"]
+__all__ = ["combine_kernel", "exact_forward_kernel", "exact_rows_kernel", "forward_kernel"]
 
 
 @triton.jit
@@ -186,10 +186,7 @@ def combine_kernel(tensors, numbers, facts: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numbers"])
 def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
-    """out of a flagged tile of packed rows, exact where values are not finite.
-
-    lse stands for the row maximum: P is divided by its own sum, because a large lse is not known to P's last places.
-    """
+    """`_exact_tile` of what `forward_kernel` or `combine_kernel` flagged."""
     if not is_flagged(tensors):
         return
     tile, head_kv, batch, split = tile_index(numbers, facts)
@@ -197,6 +194,28 @@ def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
     # Programs without rows have flagged nothing, and their flag holds anything.
     if tile * facts.block_m >= sequence.seqlen_q * facts.group:
         return
+    _exact_tile(tile, sequence, split, tensors, numbers, facts)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def exact_rows_kernel(tensors, numbers, facts: tl.constexpr):
+    """`_exact_tile` where a row is flagged: flags lie as lse does. Of kernels whose rows are not packed."""
+    tile, head_kv, batch, split = tile_index(numbers, facts)
+    sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
+    rows = tile * facts.block_m + tl.arange(0, facts.block_m)
+    places = numbers_at(rows, sequence, numbers, facts)
+    flags = tl.load(tensors.flags + places, rows < sequence.seqlen_q * facts.group, other=0)
+    if tl.max(flags, 0) == 0:
+        return
+    _exact_tile(tile, sequence, split, tensors, numbers, facts)
+
+
+@triton.jit
+def _exact_tile(tile, sequence, split, tensors, numbers, facts: tl.constexpr):
+    """out of a tile of packed rows, exact where values are not finite.
+
+    lse stands for the row maximum: P is divided by its own sum, because a large lse is not known to P's last places.
+    """
     rows = tile * facts.block_m + tl.arange(0, facts.block_m)
     i, head = row_heads(rows, sequence, facts)
     rows_inside = i < sequence.seqlen_q

@@ -34,12 +34,12 @@ from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.spec import Band
 from tilestream.state import AttentionOutput, finite_or_zero, sink_gradient
 
-__all__ = ["How", "Plan", "backward", "forward", "prepare"]
+__all__ = ["How", "Plan", "backward", "exact_rows_step", "forward", "how_of", "prepare", "without_idle_limits"]
 
 
 def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
     """See `Backend.forward`."""
-    problem = _without_idle_limits(problem)
+    problem = without_idle_limits(problem)
     tensors = Tensors(*_readable(inputs))
     return _forward_plan(problem, how_of(problem, tensors)).forward(tensors)
 
@@ -48,7 +48,7 @@ def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInp
     """See `Backend.prepare`."""
     if not _plan_lasts(problem):
         return None
-    problem = _without_idle_limits(problem)
+    problem = without_idle_limits(problem)
     tensors = Tensors(*_readable(inputs))
     how = how_of(problem, tensors)
     if not how.are_aligned or any(x is not y for x, y in zip(tensors, inputs, strict=False)):
@@ -74,7 +74,7 @@ def backward(
     needs_dsinks: bool,
 ) -> Gradients:
     """See `Backend.backward`."""
-    problem = _without_idle_limits(problem)
+    problem = without_idle_limits(problem)
     given = Tensors(
         *_readable(inputs),
         out=_rows_in_place(output.out),
@@ -200,7 +200,7 @@ _FEW_ROWS = 2**16
 
 
 @functools.lru_cache(maxsize=1024)
-def _without_idle_limits(problem: Problem) -> Problem:
+def without_idle_limits(problem: Problem) -> Problem:
     """The same call without limits that no pair of positions reaches, so that it has the kernels, and bits, of one."""
     band, shift = problem.spec.band, problem.shift or 0
     left = None if band.left is None or band.left - shift > _FARTHEST else band.left
@@ -239,6 +239,12 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
     if hides:
         steps.append(build.row_step(forward_kernels.exact_forward_kernel, _config("exact_forward", problem, how)))
     return Plan(how.device, [*made, *_flags_of(steps)], steps, others)
+
+
+def exact_rows_step(problem: Problem, how: How) -> Step:
+    """Computes again the rows of out that a forward of another backend has flagged."""
+    build = _Builder(problem, how)
+    return build.row_step(forward_kernels.exact_rows_kernel, _config("exact_forward", problem, how))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,135 @@
+"""Warp-specialised forward for Hopper, written in Gluon: dense 16-bit calls with or without a band.
+
+The backward is the Triton backend's: (out, lse) mean the same in both.
+Importing this package does not import Triton; running a call does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestream.backends import triton
+from tilestream.backends.hopper.call import config_for
+from tilestream.backends.triton.configs import config_for as triton_config_for
+from tilestream.backends.triton.configs import num_splits
+from tilestream.problem import AttentionInputs, Gradients, Problem
+from tilestream.state import AttentionOutput
+
+__all__ = ["BACKEND", "HopperBackend"]
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_LARGEST_HEAD_DIM = 256
+# TMA counts in 16 bytes.
+_HEAD_DIM_UNIT = 8
+# Positions, edges and rows are 32-bit numbers in the kernel; addresses are not.
+_MOST_ROWS = 2**28
+# Scales whose products with a score float32 can hold, far from its ends.
+_SCALES = (2.0**-64, 2.0**64)
+_CAPABILITY = (9, 0)
+
+
+class HopperBackend:
+    """Dense float16 and bfloat16 calls with at most a band; everything else is the Triton backend's."""
+
+    name = "hopper"
+
+    def supports(self, problem: Problem) -> str | None:
+        """None, or why the call cannot run here."""
+        reason = _device_reason(problem.device_type)
+        if reason is None and triton.is_interpreted():
+            return "Gluon has no interpreter"
+        if reason is None and problem.is_backward:
+            return triton.BACKEND.supports(problem)
+        return reason if reason is not None else _problem_reason(problem, _num_processors())
+
+    def tile_shape(self, problem: Problem) -> tuple[int, int]:
+        """See `Backend.tile_shape`."""
+        if problem.is_backward:
+            return triton.BACKEND.tile_shape(problem)
+        config = config_for(problem)
+        return config.block_m, config.block_n
+
+    def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
+        """See `Backend.forward`."""
+        result: AttentionOutput = _plan().forward(problem, inputs)
+        return result
+
+    def prepare(self, problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput] | None:
+        """See `Backend.prepare`."""
+        result: Callable[[AttentionInputs], AttentionOutput] | None = _plan().prepare(problem, inputs)
+        return result
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: AttentionInputs,
+        output: AttentionOutput,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs_dbias: bool,
+        needs_dsinks: bool,
+    ) -> Gradients:
+        """See `Backend.backward`."""
+        return triton.BACKEND.backward(problem, inputs, output, dout, dlse, needs_dbias, needs_dsinks)
+
+
+def _problem_reason(problem: Problem, num_processors: int) -> str | None:
+    """Why the kernel cannot run a call, or should not."""
+    spec = problem.spec
+    widths = problem.head_dim, problem.head_dim_v
+    features = [name for name in spec.features() if name not in ("causal", "window", "deterministic")]
+    if problem.layout != "dense":
+        return "packed sequences are not served yet"
+    if problem.dtype not in _DTYPES:
+        return f"dtype {problem.dtype} is neither float16 nor bfloat16"
+    if features:
+        return f"{', '.join(features)} not served yet"
+    if max(widths) > _LARGEST_HEAD_DIM:
+        return f"head_dim {max(widths)} is above {_LARGEST_HEAD_DIM}"
+    if any(width % _HEAD_DIM_UNIT for width in widths):
+        return f"head_dim {widths[0]} or head_dim_v {widths[1]} is no multiple of {_HEAD_DIM_UNIT}"
+    if not _SCALES[0] <= spec.scale <= _SCALES[1]:
+        return f"scale {spec.scale} is not positive, or extreme"
+    if min(problem.batch, problem.seqlen_q, problem.seqlen_k) < 1:
+        return "it has no queries or no keys"
+    if max(problem.total_q, problem.total_k, problem.batch * problem.seqlen_q * problem.num_heads_q) > _MOST_ROWS:
+        return "it has more than 2**28 rows of queries or keys"
+    if num_splits(problem, triton_config_for("forward", problem), num_processors)[0] > 1:
+        return "a few rows over many keys are faster with the keys split"
+    return None
+
+
+@functools.cache
+def _plan() -> Any:
+    return importlib.import_module("tilestream.backends.hopper.plan")
+
+
+@functools.cache
+def _device_reason(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return f"it runs on NVIDIA's sm_90, not on {device_type}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if importlib.util.find_spec("triton.experimental.gluon") is None:
+        return "this Triton has no Gluon"
+    # Unlike Triton kernels these run on one kind of GPU: where there is none, nothing speaks for it.
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "no NVIDIA GPU is here"
+    if torch.cuda.get_device_capability() != _CAPABILITY:
+        return f"{torch.cuda.get_device_name()} is not sm_90"
+    return None
+
+
+@functools.cache
+def _num_processors() -> int:
+    return int(torch.cuda.get_device_properties().multi_processor_count)
+
+
+BACKEND = HopperBackend()

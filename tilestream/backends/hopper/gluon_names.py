@@ -1,0 +1,31 @@
+"""Every name of Gluon that the kernels use: the names move between Triton 3.6 and 3.9, and this file with them."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = [
+    "GluonASTSource",
+    "fence_async_shared",
+    "gl",
+    "jit",
+    "load_tile",
+    "mbarrier",
+    "store_tile",
+    "store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+load_tile = tma.async_copy_global_to_shared
+store_tile = tma.async_copy_shared_to_global
+store_wait = tma.store_wait
