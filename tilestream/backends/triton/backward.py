@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.backends.triton.careful import exact_product, flag, is_flagged
+from tilestream.backends.triton.careful import FLAGS, are_flagged, exact_product, first_of, flag, is_flagged, num_rounds
 from tilestream.backends.triton.parts import part_pointers, store_parts
 from tilestream.backends.triton.score import (
     keep_tile,
@@ -59,7 +59,7 @@ __all__ = ["delta_kernel", "exact_key_kernel", "exact_query_kernel", "key_kernel
 def delta_kernel(tensors, numbers, facts: tl.constexpr):
     """delta = rowsum(out * dout) - dlse of a tile of packed rows; once more, with lse, as key_kernel reads them; and Q
     and dout in parts, for the kernels that read those."""
-    tile, head_kv, batch, _split = tile_index(numbers, facts)
+    tile, head_kv, batch, _split = tile_index(tl.program_id(0), numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
     if tile * facts.block_m >= sequence.seqlen_q * facts.group:
         return
@@ -158,8 +158,8 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
 
 
 @triton.jit
-def _key_program(slice_index, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
-    tile, head_kv, batch, _split = tile_index(numbers, facts)
+def _key_program(program, slice_index, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
+    tile, head_kv, batch, _split = tile_index(program, numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=True)
     n_start = (tile * facts.num_slices + slice_index) * facts.block_n
     if n_start < sequence.seqlen_k:
@@ -185,15 +185,20 @@ def _key_program(slice_index, tensors, numbers, facts: tl.constexpr, EXACT: tl.c
 @triton.jit(do_not_specialize=["numbers"])
 def key_kernel(tensors, numbers, facts: tl.constexpr):
     """dk and dv of a tile of keys."""
-    _key_program(0, tensors, numbers, facts, False)
+    _key_program(tl.program_id(0), 0, tensors, numbers, facts, False)
 
 
 @triton.jit(do_not_specialize=["numbers"])
 def exact_key_kernel(tensors, numbers, facts: tl.constexpr):
-    """dk and dv of a flagged tile of keys, exact where numbers are not finite."""
-    if is_flagged(tensors):
-        for slice_index in tl.range(0, facts.num_slices):
-            _key_program(slice_index, tensors, numbers, facts, True)
+    """dk and dv of flagged tiles of keys, exact where numbers are not finite."""
+    for round_index in tl.range(0, num_rounds(numbers)):
+        first = first_of(round_index)
+        if are_flagged(first, tensors, numbers):
+            for index in tl.range(0, FLAGS):
+                program = first + index * tl.num_programs(0)
+                if is_flagged(program, tensors, numbers):
+                    for slice_index in tl.range(0, facts.num_slices):
+                        _key_program(program, slice_index, tensors, numbers, facts, True)
 
 
 @triton.jit
@@ -234,8 +239,8 @@ def _query_loop(
 
 
 @triton.jit
-def _query_program(tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
-    tile, head_kv, batch, _split = tile_index(numbers, facts)
+def _query_program(program, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
+    tile, head_kv, batch, _split = tile_index(program, numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
     m_start = tile * facts.block_m
     num_rows = sequence.seqlen_q * facts.group
@@ -259,11 +264,16 @@ def _query_program(tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
 @triton.jit(do_not_specialize=["numbers"])
 def query_kernel(tensors, numbers, facts: tl.constexpr):
     """dq of a tile of packed rows."""
-    _query_program(tensors, numbers, facts, False)
+    _query_program(tl.program_id(0), tensors, numbers, facts, False)
 
 
 @triton.jit(do_not_specialize=["numbers"])
 def exact_query_kernel(tensors, numbers, facts: tl.constexpr):
-    """dq of a flagged tile of packed rows, exact where numbers are not finite."""
-    if is_flagged(tensors):
-        _query_program(tensors, numbers, facts, True)
+    """dq of flagged tiles of packed rows, exact where numbers are not finite."""
+    for round_index in tl.range(0, num_rounds(numbers)):
+        first = first_of(round_index)
+        if are_flagged(first, tensors, numbers):
+            for index in tl.range(0, FLAGS):
+                program = first + index * tl.num_programs(0)
+                if is_flagged(program, tensors, numbers):
+                    _query_program(program, tensors, numbers, facts, True)

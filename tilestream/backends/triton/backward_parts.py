@@ -51,7 +51,7 @@ __all__ = ["key_parts_kernel", "query_parts_kernel", "split_kernel"]
 @triton.jit(do_not_specialize=["numbers"])
 def split_kernel(tensors, numbers, facts: tl.constexpr):
     """Parts of a tile of K and V."""
-    tile, head_kv, batch, _split = tile_index(numbers, facts)
+    tile, head_kv, batch, _split = tile_index(tl.program_id(0), numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=True)
     n_start = tile * facts.block_n
     if n_start < sequence.seqlen_k:
@@ -119,7 +119,7 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
 @triton.jit(do_not_specialize=["numbers"])
 def key_parts_kernel(tensors, numbers, facts: tl.constexpr):
     """dk and dv of a tile of keys."""
-    tile, head_kv, batch, _split = tile_index(numbers, facts)
+    tile, head_kv, batch, _split = tile_index(tl.program_id(0), numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=True)
     n_start = tile * facts.block_n
     if n_start < sequence.seqlen_k:
@@ -184,7 +184,7 @@ def _query_loop(q_m, dout_m, rows, ranges, sequence, tensors, numbers, facts: tl
 @triton.jit(do_not_specialize=["numbers"])
 def query_parts_kernel(tensors, numbers, facts: tl.constexpr):
     """dq of a tile of packed rows."""
-    tile, head_kv, batch, _split = tile_index(numbers, facts)
+    tile, head_kv, batch, _split = tile_index(tl.program_id(0), numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
     m_start = tile * facts.block_m
     num_rows = sequence.seqlen_q * facts.group

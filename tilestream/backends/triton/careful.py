@@ -2,9 +2,10 @@
 
 In the kernels' loops an invisible pair has weight 0, and 0 times NaN or infinity is NaN. No check in the loops would be
 free, and none is needed: such a product leaves a number that is not finite in its sum. A kernel whose tiles can hide a
-pair flags the programs that end with one, and a second kernel, which returns at once where nothing is flagged, computes
-them again with `exact_product`. (As a branch of the first kernel it would take the registers that the loops need, and
-the compiler would wait for every single product: 80 waits instead of 10 in the key kernel.)
+pair flags the programs that end with one, and a second kernel, which ends soon where nothing is flagged, computes them
+again with `exact_product`. (As a branch of the first kernel it would take the registers that the loops need, and the
+compiler would wait for every single product: 80 waits instead of 10 in the key kernel.) That kernel has a few programs
+for each processor, which look at many flags together: a program per flag would be 3 us for each on every processor.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["exact_product", "flag", "is_flagged"]
+__all__ = ["FLAGS", "are_flagged", "exact_product", "first_of", "flag", "is_flagged", "num_rounds"]
 
 # More than the products of a tile, and so few that as many of them are whole numbers in float32.
 _BASE = tl.constexpr(4096.0)
+# Programs that are looked at together.
+FLAGS = tl.constexpr(64)
 
 
 @triton.jit
@@ -34,9 +37,28 @@ def flag(x, y, are_inside, tensors):
 
 
 @triton.jit
-def is_flagged(tensors):
-    """Whether the program of the same number in the kernel before has flagged its tile."""
-    return tl.load(tensors.flags + tl.program_id(0)) != 0
+def num_rounds(numbers):
+    """How often a program of an exact kernel looks at `FLAGS` programs of the kernel before, to have seen its share."""
+    return tl.cdiv(numbers.num_programs, FLAGS * tl.num_programs(0))
+
+
+@triton.jit
+def first_of(round_index):
+    """The first program of a round; the others follow in steps of `tl.num_programs`, which spreads the long ones."""
+    return tl.program_id(0) + round_index * FLAGS * tl.num_programs(0)
+
+
+@triton.jit
+def is_flagged(program, tensors, numbers):
+    """Whether a program of the kernel before, if it has one of that number, has flagged its tile."""
+    return tl.load(tensors.flags + program, program < numbers.num_programs, other=0) != 0
+
+
+@triton.jit
+def are_flagged(first, tensors, numbers):
+    """Whether any program of the round has that begins with `first`."""
+    programs = first + tl.arange(0, FLAGS) * tl.num_programs(0)
+    return tl.max(is_flagged(programs, tensors, numbers).to(tl.int32), 0) != 0
 
 
 @triton.jit

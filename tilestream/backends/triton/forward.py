@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.backends.triton.careful import exact_product, flag, is_flagged
+from tilestream.backends.triton.careful import FLAGS, are_flagged, exact_product, first_of, flag, is_flagged, num_rounds
 from tilestream.backends.triton.score import LN2, LOG2E, keep_tile, probabilities, row_slopes, score_tile
 from tilestream.backends.triton.tiles import (
     Ranges,
@@ -98,7 +98,7 @@ def _attend(
 @triton.jit(do_not_specialize=["numbers"])
 def forward_kernel(tensors, numbers, facts: tl.constexpr):
     """out and lse of a tile of packed rows."""
-    tile, head_kv, batch, split = tile_index(numbers, facts)
+    tile, head_kv, batch, split = tile_index(tl.program_id(0), numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
     m_start = tile * facts.block_m
     num_rows = sequence.seqlen_q * facts.group
@@ -154,7 +154,7 @@ def _clip(ranges, lo, hi):
 @triton.jit(do_not_specialize=["numbers"])
 def combine_kernel(tensors, numbers, facts: tl.constexpr):
     """out and lse of a tile of packed rows from the parts of the splits: `state.merge`, in order of the splits."""
-    tile, head_kv, batch, _split = tile_index(numbers, facts)
+    tile, head_kv, batch, _split = tile_index(tl.program_id(0), numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
     rows = tile * facts.block_m + tl.arange(0, facts.block_m)
     rows_inside = rows < sequence.seqlen_q * facts.group
@@ -186,28 +186,47 @@ def combine_kernel(tensors, numbers, facts: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numbers"])
 def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
-    """`_exact_tile` of what `forward_kernel` or `combine_kernel` flagged."""
-    if not is_flagged(tensors):
-        return
-    tile, head_kv, batch, split = tile_index(numbers, facts)
-    sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
-    # Programs without rows have flagged nothing, and their flag holds anything.
-    if tile * facts.block_m >= sequence.seqlen_q * facts.group:
-        return
-    _exact_tile(tile, sequence, split, tensors, numbers, facts)
+    """out of tiles that `forward_kernel` or `combine_kernel` has flagged."""
+    for round_index in tl.range(0, num_rounds(numbers)):
+        first = first_of(round_index)
+        if are_flagged(first, tensors, numbers):
+            for index in tl.range(0, FLAGS):
+                program = first + index * tl.num_programs(0)
+                if is_flagged(program, tensors, numbers):
+                    _exact_program(program, tensors, numbers, facts)
 
 
 @triton.jit(do_not_specialize=["numbers"])
 def exact_rows_kernel(tensors, numbers, facts: tl.constexpr):
-    """`_exact_tile` where a row is flagged: flags lie as lse does. Of kernels whose rows are not packed."""
-    tile, head_kv, batch, split = tile_index(numbers, facts)
+    """out of tiles with flagged rows, whose flags lie as lse does: of kernels whose rows are not packed."""
+    for round_index in tl.range(0, num_rounds(numbers)):
+        first = first_of(round_index)
+        programs = first + tl.arange(0, FLAGS) * tl.num_programs(0)
+        if tl.max(_num_flagged_rows(programs, tensors, numbers, facts), 0) != 0:
+            for index in tl.range(0, FLAGS):
+                program = first + index * tl.num_programs(0) + tl.arange(0, 1)
+                if tl.max(_num_flagged_rows(program, tensors, numbers, facts), 0) != 0:
+                    _exact_program(first + index * tl.num_programs(0), tensors, numbers, facts)
+
+
+@triton.jit
+def _num_flagged_rows(programs, tensors, numbers, facts: tl.constexpr):
+    """How many rows of the tiles of these programs (P) are flagged."""
+    tiles, head_kv, batch, _split = tile_index(programs, numbers, facts)
+    sequence, tiles = locate(tiles[:, None], head_kv[:, None], batch[:, None], tensors, numbers, facts, BY_KEYS=False)
+    rows = tiles * facts.block_m + tl.arange(0, facts.block_m)[None, :]
+    are_rows = (programs < numbers.num_programs)[:, None] & (rows < sequence.seqlen_q * facts.group)
+    flags = tl.load(tensors.flags + numbers_at(rows, sequence, numbers, facts), are_rows, other=0)
+    return tl.sum((flags != 0).to(tl.int32), 1)
+
+
+@triton.jit
+def _exact_program(program, tensors, numbers, facts: tl.constexpr):
+    tile, head_kv, batch, split = tile_index(program, numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
-    rows = tile * facts.block_m + tl.arange(0, facts.block_m)
-    places = numbers_at(rows, sequence, numbers, facts)
-    flags = tl.load(tensors.flags + places, rows < sequence.seqlen_q * facts.group, other=0)
-    if tl.max(flags, 0) == 0:
-        return
-    _exact_tile(tile, sequence, split, tensors, numbers, facts)
+    # Programs without rows have flagged nothing, and their flag holds anything.
+    if tile * facts.block_m < sequence.seqlen_q * facts.group:
+        _exact_tile(tile, sequence, split, tensors, numbers, facts)
 
 
 @triton.jit

@@ -194,6 +194,8 @@ _ROW_BLOCK = 128
 # Beyond the distance of any two positions (`_MOST_ROWS` of the backend).
 _FARTHEST = 2**29
 _HOPPER_SHARED_BYTES = 227 << 10
+# Programs of an exact kernel for each processor.
+_PROGRAMS_EACH = 2
 # Padded rows in parts for one that is; and so few of them that it does not matter, 50 MB at head_dim 128.
 _MOST_PADDED = 2.5
 _FEW_ROWS = 2**16
@@ -237,14 +239,16 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
     steps, others = (split, whole) if splits > 1 else (whole, split if problem.layout == "dense" else [])
     made += parts if splits > 1 else []
     if hides:
-        steps.append(build.row_step(forward_kernels.exact_forward_kernel, _config("exact_forward", problem, how)))
+        exact = _config("exact_forward", problem, how)
+        steps.append(_looks_at_flags(build.row_step(forward_kernels.exact_forward_kernel, exact), how))
     return Plan(how.device, [*made, *_flags_of(steps)], steps, others)
 
 
 def exact_rows_step(problem: Problem, how: How) -> Step:
     """Computes again the rows of out that a forward of another backend has flagged."""
     build = _Builder(problem, how)
-    return build.row_step(forward_kernels.exact_rows_kernel, _config("exact_forward", problem, how))
+    step = build.row_step(forward_kernels.exact_rows_kernel, _config("exact_forward", problem, how))
+    return _looks_at_flags(step, how)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -274,27 +278,28 @@ def _plain_steps(problem: Problem, how: How) -> list[Step]:
     ]
     if hides:
         exact = _config("exact_query", problem, how)
-        steps.append(build.row_step(backward_kernels.exact_query_kernel, exact))
+        steps.append(_looks_at_flags(build.row_step(backward_kernels.exact_query_kernel, exact), how))
     if problem.total_k > 0:
         steps.append(build.key_step(backward_kernels.key_kernel, _config("key", problem, how), {"flags": hides}))
         if hides:
             exact = _config("exact_key", problem, how)
-            steps.append(build.key_step(backward_kernels.exact_key_kernel, exact))
+            steps.append(_looks_at_flags(build.key_step(backward_kernels.exact_key_kernel, exact), how))
     return steps
 
 
 def _parts_steps(problem: Problem, how: How) -> list[Step]:
     """Of float32 operands that are split first."""
     config, key_config = _config("parts_query", problem, how), _config("parts_key", problem, how)
+    exact, exact_key = _config("exact_parts_query", problem, how), _config("exact_parts_key", problem, how)
     flags = {"flags": True}
     build = _Builder(problem, how)
     return [
         build.delta_step(writes_parts=True),
         build.key_step(parts_kernels.split_kernel, Config(16, _ROW_BLOCK, 8, 1)),
         build.row_step(parts_kernels.query_parts_kernel, config, flags),
-        build.row_step(backward_kernels.exact_query_kernel, _config("exact_parts_query", problem, how)),
+        _looks_at_flags(build.row_step(backward_kernels.exact_query_kernel, exact), how),
         build.key_step(parts_kernels.key_parts_kernel, key_config, flags),
-        build.key_step(backward_kernels.exact_key_kernel, _config("exact_parts_key", problem, how)),
+        _looks_at_flags(build.key_step(backward_kernels.exact_key_kernel, exact_key), how),
     ]
 
 
@@ -397,9 +402,15 @@ def _num_sides(problem: Problem) -> int:
 
 
 def _flags_of(steps: Sequence[Step]) -> list[_Made]:
-    """One flag per program, read by the exact kernel that follows, whose programs have the same tiles."""
+    """One flag per program, read by the exact kernel that follows, which numbers tiles in the same way."""
     most = max([step.num_programs for step in steps if step.facts.flags], default=0)
     return [_Made("flags", (most,), torch.int32)] if most > 0 else []
+
+
+def _looks_at_flags(step: Step, how: How) -> Step:
+    """An exact step has so many programs as run at once, each of which goes through many tiles' flags."""
+    most = _PROGRAMS_EACH * _num_processors(how.device)
+    return dataclasses.replace(step, num_programs=min(step.num_programs, most))
 
 
 def _can_hide(problem: Problem) -> bool:

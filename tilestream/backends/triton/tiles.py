@@ -62,13 +62,12 @@ class Ranges(NamedTuple):
 
 
 @triton.jit
-def tile_index(numbers, facts: tl.constexpr):
-    """(tile, head_kv, batch, split) of this program: tiles fastest, so that neighbours share K and V in the caches.
+def tile_index(program, numbers, facts: tl.constexpr):
+    """(tile, head_kv, batch, split) of a program: tiles fastest, so that neighbours share K and V in the caches.
 
     Packed calls have one row of tiles over all sequences, so batch is 0.
     """
     split = 0
-    program = tl.program_id(0)
     if facts.has_splits:
         split = program // numbers.num_programs
         program = program % numbers.num_programs
