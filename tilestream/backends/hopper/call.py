@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -66,12 +66,20 @@ class Facts:
     # Of `triton.tiles.key_ranges`: rows are not packed here.
     group: int = 1
 
+    @property
+    def of_consumer(self) -> Facts:
+        """The facts of a consumer's rows."""
+        return replace(self, block_m=self.rows)
+
 
 class Numbers(NamedTuple):
     """Sizes and factors. The names that `triton.tiles.key_ranges` reads are those of its `Sequence`."""
 
     num_units: int  # of work, of all heads (`forward._locate`)
     num_row_tiles: int
+    # Heads of all batch entries, and how many of them are worked on at a time.
+    num_sides: int
+    num_together: int
     num_heads: int
     group: int
     seqlen_q: int
@@ -133,6 +141,8 @@ def numbers_of(problem: Problem, block_m: int) -> Numbers:
     return Numbers(
         num_units=num_units * problem.num_heads_q * problem.batch,
         num_row_tiles=num_row_tiles,
+        num_sides=problem.batch * problem.num_heads_q,
+        num_together=1,
         num_heads=problem.num_heads_q,
         group=problem.group,
         seqlen_q=problem.seqlen_q,
