@@ -30,6 +30,10 @@ __all__ = [
 # Bytes; what TMA takes as addresses and as strides.
 ALIGNMENT = 16
 
+# Half of Hopper's L2 cache.
+_CACHED_BYTES = 24 << 20
+_HEADS_TOGETHER = 16
+
 # Of a program on Hopper.
 SHARED_BYTES = 227 << 10
 
@@ -62,6 +66,7 @@ class Facts:
     has_left: bool
     has_right: bool
     flags: bool
+    is_dynamic: bool
     shares_q: bool
     # Of `triton.tiles.key_ranges`: rows are not packed here.
     group: int = 1
@@ -75,7 +80,7 @@ class Facts:
 class Numbers(NamedTuple):
     """Sizes and factors. The names that `triton.tiles.key_ranges` reads are those of its `Sequence`."""
 
-    num_units: int  # of work, of all heads (`forward._locate`)
+    num_units: int  # row tiles of all heads
     num_row_tiles: int
     # Heads of all batch entries, and how many of them are worked on at a time.
     num_sides: int
@@ -122,6 +127,8 @@ def facts_of(problem: Problem, config: Config) -> Facts:
         has_right=band.right is not None,
         # Where nothing can be hidden, nothing hidden can get in.
         flags=not band.is_unlimited,
+        # Without a band all tiles take as long.
+        is_dynamic=not band.is_unlimited,
         shares_q=_shared_bytes(config, block_d, block_dv) > SHARED_BYTES,
     )
 
@@ -137,12 +144,12 @@ def numbers_of(problem: Problem, block_m: int) -> Numbers:
     """The numbers of a call."""
     sizes = sizes_of(problem)
     num_row_tiles = -(-problem.seqlen_q // block_m)
-    num_units = num_row_tiles if problem.spec.band.is_unlimited else (num_row_tiles + 1) // 2
+    num_sides = problem.num_heads_q * problem.batch
     return Numbers(
-        num_units=num_units * problem.num_heads_q * problem.batch,
+        num_units=num_row_tiles * num_sides,
         num_row_tiles=num_row_tiles,
-        num_sides=problem.batch * problem.num_heads_q,
-        num_together=1,
+        num_sides=num_sides,
+        num_together=_num_together(problem, num_sides),
         num_heads=problem.num_heads_q,
         group=problem.group,
         seqlen_q=problem.seqlen_q,
@@ -151,6 +158,19 @@ def numbers_of(problem: Problem, block_m: int) -> Numbers:
         right_edge=sizes.right_edge,
         scale_log2=problem.spec.scale * math.log2(math.e),
     )
+
+
+def _num_together(problem: Problem, num_sides: int) -> int:
+    """Heads that are worked on at a time: one where all tiles take as long, else many, to have short tiles for the end.
+
+    So many that their K and V stay in the L2 cache; or `_HEADS_TOGETHER`, which then share what is read often enough.
+    """
+    if problem.spec.band.is_unlimited:
+        return 1
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    cached = _CACHED_BYTES * problem.group // max(1, problem.seqlen_k * row_bytes)
+    num_groups = -(-num_sides // max(cached, _HEADS_TOGETHER))
+    return -(-num_sides // num_groups)
 
 
 def readable(x: Tensor) -> Tensor:

@@ -61,6 +61,9 @@ class Shared(NamedTuple):
     v_full: Any
     v_empty: Any
     turn: Any
+    unit: Any
+    unit_full: Any
+    unit_empty: Any
 
 
 class Place(NamedTuple):
@@ -73,23 +76,18 @@ class Place(NamedTuple):
 
 
 @jit
-def _locate(unit, half, numbers, facts: gl.constexpr):
-    """A program's tile, and its number of steps: one at least, so that rows which see no key need no path of their own.
+def _locate(unit, numbers, facts: gl.constexpr):
+    """A row tile, and its number of steps: one at least, so that rows which see no key need no path of their own.
 
-    A unit of work is a row tile or, where a band makes them unequal, two: the first and the last of what is left of a
-    head's, the last first. All units then take about as long, and those of a head can run side by side.
+    Some heads at a time, so that their K and V stay in the L2 cache; the longest tiles of these first.
     """
-    num_units = numbers.num_row_tiles
-    if facts.has_left or facts.has_right:
-        num_units = (num_units + 1) // 2
-    first = unit // (num_units * numbers.num_together) * numbers.num_together
+    first = unit // (numbers.num_row_tiles * numbers.num_together) * numbers.num_together
     num_together = gl.minimum(numbers.num_sides - first, numbers.num_together)
-    rest = unit - first * num_units
+    rest = unit - first * numbers.num_row_tiles
     m_block = rest // num_together
     side = first + rest - m_block * num_together
-    if facts.has_left or facts.has_right:  # noqa: SIM102
-        if half == 0:
-            m_block = numbers.num_row_tiles - 1 - m_block
+    if facts.has_right:
+        m_block = numbers.num_row_tiles - 1 - m_block
     m_start = m_block * facts.block_m
     ranges = key_ranges(m_start, numbers, facts)
     num_steps = gl.maximum((ranges.hi - ranges.lo) // facts.block_n, 1)
@@ -99,28 +97,53 @@ def _locate(unit, half, numbers, facts: gl.constexpr):
 
 
 @jit
-def _next(unit, half, place, numbers, facts: gl.constexpr):
-    """The unit and half that a program turns to after these."""
-    next_half = 0
-    if facts.has_left or facts.has_right:
-        # An odd number of row tiles leaves one in the middle, alone.
-        if half == 0 and 2 * (place.m_start // facts.block_m) + 1 != numbers.num_row_tiles:
-            next_half = 1
-    if next_half == 0:
-        unit += gl.num_programs(0)
-    return unit, next_half
+def _fetch(unit, counter, numbers, facts: gl.constexpr):
+    """The unit that a program turns to after this one: the next that nobody has, or every so-manyth."""
+    if facts.is_dynamic:
+        fetched = gl.atomic_add(counter, 1, sem="relaxed")
+        # Every program fetches until there are no more, so this is the last of all: ready for the next launch.
+        if fetched == numbers.num_units - 1:
+            gl.store(counter, 0)
+        return gl.num_programs(0) + fetched
+    else:
+        return unit + gl.num_programs(0)
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, shared, numbers, facts: gl.constexpr):
+def _publish(unit, tile, shared, facts: gl.constexpr):
+    """Tell the consumers what follows tile number `tile`."""
+    if facts.is_dynamic:
+        slot = tile & 1
+        mbarrier.wait(shared.unit_empty.index(slot), ((tile >> 1) & 1) ^ 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        shared.unit.index(slot).store(gl.full([1], 0, gl.int32, layout) + unit)
+        mbarrier.arrive(shared.unit_full.index(slot))
+
+
+@jit
+def _following(unit, tile, shared, facts: gl.constexpr):
+    """The unit that follows tile number `tile`."""
+    if facts.is_dynamic:
+        slot = tile & 1
+        mbarrier.wait(shared.unit_full.index(slot), (tile >> 1) & 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        unit = gl.max(shared.unit.index(slot).load(layout), 0)
+        mbarrier.arrive(shared.unit_empty.index(slot))
+        return unit
+    else:
+        return unit + gl.num_programs(0)
+
+
+@jit
+def _produce(q_desc, k_desc, v_desc, counter, shared, numbers, facts: gl.constexpr):
     """The producer warp: fill shared memory as it empties."""
     num_consumers: gl.constexpr = facts.config.num_consumers
     step = 0
     tile = 0
     unit = gl.program_id(0)
-    half = 0
     while unit < numbers.num_units:
-        place, num_steps = _locate(unit, half, numbers, facts)
+        place, num_steps = _locate(unit, numbers, facts)
+        unit = _fetch(unit, counter, numbers, facts)
         batch = place.batch
         head_kv = place.head // numbers.group
         n_start = place.hi - facts.block_n
@@ -140,10 +163,11 @@ def _produce(q_desc, k_desc, v_desc, shared, numbers, facts: gl.constexpr):
             mbarrier.wait(shared.v_empty.index(stage), is_odd ^ 1)
             mbarrier.expect(shared.v_full.index(stage), v_desc.block_type.nbytes)
             load_tile(v_desc, [batch, n_start, head_kv, 0], shared.v_full.index(stage), shared.v.index(stage))
+            if index == 0:
+                _publish(unit, tile, shared, facts)
             n_start -= facts.block_n
             step += 1
         tile += 1
-        unit, half = _next(unit, half, place, numbers, facts)
 
 
 @jit
@@ -355,13 +379,9 @@ def _finish(acc, row_sum, row_max, place, c: gl.constexpr, out_desc, lse, flags,
         mbarrier.arrive(shared.q_empty.index(c))
 
 
-class State(NamedTuple):
-    """Of a consumer amid a tile: p_mn of the last key tile, whose product with v is still to come."""
+class Steps(NamedTuple):
+    """Where a consumer is: the last key tile whose scores it has, and how many of its row tile are left."""
 
-    p_mn: Any
-    row_sum: Any
-    row_max: Any
-    acc: Any
     n_start: Any
     num_left: Any
     step: Any
@@ -369,19 +389,58 @@ class State(NamedTuple):
 
 
 @jit
-def _attend(
-    state, num_steps, i, MASKED: gl.constexpr, c: gl.constexpr, shared, numbers, facts: gl.constexpr
-):  # fmt: skip
-    """Go on by so many key tiles of those that are left."""
-    p_mn, row_sum, row_max, acc, n_start, num_left, step, turns = state
+def _scores(steps, c: gl.constexpr, shared, facts: gl.constexpr):
+    """(S of the next key tile, `steps` there), with nothing beside it."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_n, 16])
+    steps = Steps(steps.n_start - facts.block_n, steps.num_left - 1, steps.step + 1, steps.turns + 1)
+    stage = steps.step % facts.config.num_stages
+    mbarrier.wait(shared.k_full.index(stage), (steps.step // facts.config.num_stages) & 1)
+    _await_turn(c, steps.turns - 1, True, shared, facts)
+    q_m = shared.q.index(c).reshape([facts.rows, facts.block_d])
+    k_n = shared.k.index(stage).reshape([facts.block_n, facts.block_d])
+    zeros = gl.full([facts.rows, facts.block_n], 0.0, gl.float32, s_layout)
+    s_mn = warpgroup_mma(q_m, k_n.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    _end_turn(c, True, shared, facts)
+    s_mn = warpgroup_mma_wait(0, deps=[s_mn])
+    mbarrier.arrive(shared.k_empty.index(stage))
+    if not facts.shares_q:
+        mbarrier.arrive(shared.q_empty.index(c), pred=steps.num_left == 0)
+    return s_mn, steps
+
+
+@jit
+def _add_values(p_mn, acc, step, shared, facts: gl.constexpr):
+    """acc plus the product of P and the values of a step, with nothing beside it."""
+    stage = step % facts.config.num_stages
+    mbarrier.wait(shared.v_full.index(stage), (step // facts.config.num_stages) & 1)
+    v_n = shared.v.index(stage).reshape([facts.block_n, facts.block_dv])
+    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p_mn, v_n, acc, is_async=True)])
+    mbarrier.arrive(shared.v_empty.index(stage))
+    return acc
+
+
+@jit
+def _fold(s_mn, row_sum, row_max, acc, i, steps, shared, numbers, facts: gl.constexpr):
+    """(row_sum, row_max, acc) with a PARTIAL key tile, with nothing beside it."""
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    s_mn = _masked(s_mn, i, steps.n_start, numbers, facts)
+    p_mn, new_sum, row_max, alpha = _softmax(s_mn, row_max, numbers, facts)
+    p_mn = gl.convert_layout(p_mn.to(shared.v.dtype), p_layout)
+    acc = _add_values(p_mn, _rescaled(acc, alpha, facts), steps.step, shared, facts)
+    return _scaled(row_sum, alpha) + new_sum, row_max, acc
+
+
+@jit
+def _attend(p_mn, row_sum, row_max, acc, steps, num_steps, c: gl.constexpr, shared, numbers, facts: gl.constexpr):
+    """(P, row_sum, row_max, acc, steps) after as many FULL key tiles, where the product with the last P is to come."""
     dtype: gl.constexpr = p_mn.dtype
     p_layout: gl.constexpr = p_mn.type.layout
     s_layout: gl.constexpr = row_max.type.layout.parent
+    n_start, num_left, step, turns = steps
     zeros = gl.full([facts.rows, facts.block_n], 0.0, gl.float32, s_layout)
     q_m = shared.q.index(c).reshape([facts.rows, facts.block_d])
-    for _ in range(gl.minimum(num_steps, num_left)):
+    for _ in range(num_steps):
         num_left -= 1
-        n_start -= facts.block_n
         stage = step % facts.config.num_stages
         is_odd = (step // facts.config.num_stages) & 1
         next_stage = (step + 1) % facts.config.num_stages
@@ -399,8 +458,6 @@ def _attend(
         mbarrier.arrive(shared.k_empty.index(next_stage))
         if not facts.shares_q:
             mbarrier.arrive(shared.q_empty.index(c), pred=num_left == 0)
-        if MASKED:
-            s_mn = _masked(s_mn, i, n_start, numbers, facts)
         p_mn, new_sum, row_max, alpha = _softmax(s_mn, row_max, numbers, facts)
         row_sum = _scaled(row_sum, alpha) + new_sum
         # Here and not where it is needed: 64 registers less, and no spills with three consumers.
@@ -409,13 +466,13 @@ def _attend(
         mbarrier.arrive(shared.v_empty.index(stage))
         acc = _rescaled(acc, alpha, facts)
         step += 1
-    return State(p_mn, row_sum, row_max, acc, n_start, num_left, step, turns)
+    n_start -= num_steps * facts.block_n
+    return p_mn, row_sum, row_max, acc, Steps(n_start, num_left, step, turns)
 
 
 @jit
 def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.constexpr):
     """A warpgroup of consumers: the rows of its share of each tile."""
-    dtype: gl.constexpr = out_desc.dtype
     rows: gl.constexpr = facts.rows
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_n, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_dv, 16])
@@ -423,61 +480,57 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     tile = gl.to_tensor(0)
     unit = gl.program_id(0)
-    half = 0
-    place, num_steps = _locate(unit, half, numbers, facts)
+    place, num_steps = _locate(unit, numbers, facts)
     ranges, num_skipped = _own(place, num_steps, c, numbers, facts)
     n_start = place.hi - facts.block_n
     n_start, step, turns = _skip(num_skipped, n_start, gl.to_tensor(0), gl.to_tensor(0), c, shared, facts)
     s_mn = warpgroup_mma_wait(0, deps=[_first_scores(tile, step, turns, True, c, shared, facts)])
     exists = True
     while exists:
-        turns += 1
+        steps = Steps(n_start, num_steps - num_skipped - 1, step, turns + 1)
         i = place.m_start + c * rows + gl.arange(0, rows, layout=row_layout)
-        zeros = gl.full([rows, facts.block_n], 0.0, gl.float32, s_layout)
         acc = gl.full([rows, facts.block_dv], 0.0, gl.float32, acc_layout)
         row_max = gl.full([rows], float("-inf"), gl.float32, row_layout)
-        q_m = shared.q.index(c).reshape([rows, facts.block_d])
-        stage = step % facts.config.num_stages
-        is_odd = (step // facts.config.num_stages) & 1
-        num_left = num_steps - num_skipped - 1
+        row_sum = _lane_sums(gl.full([rows, facts.block_n], 0.0, gl.float32, s_layout), facts)
         # Now, because between two tiles nothing would hide the divisions.
-        unit, half = _next(unit, half, place, numbers, facts)
-        next_place, num_steps = _locate(unit, half, numbers, facts)
+        unit = _following(unit, tile, shared, facts)
+        next_place, num_steps = _locate(unit, numbers, facts)
         next_ranges, num_skipped = _own(next_place, num_steps, c, numbers, facts)
         exists = unit < numbers.num_units
-        mbarrier.arrive(shared.k_empty.index(stage))
+        mbarrier.arrive(shared.k_empty.index(step % facts.config.num_stages))
         if not facts.shares_q:
-            mbarrier.arrive(shared.q_empty.index(c), pred=num_left == 0)
-        if is_partial(n_start, ranges):
-            s_mn = _masked(s_mn, i, n_start, numbers, facts)
-        p_mn, row_sum, row_max, alpha = _softmax(s_mn, row_max, numbers, facts)
-        p_mn = gl.convert_layout(p_mn.to(dtype), p_layout)
-        state = State(p_mn, row_sum, row_max, acc, n_start, num_left, step, turns)
-        # Each kind of tile in a loop of its own: with a branch for the mask in one loop all are slower.
+            mbarrier.arrive(shared.q_empty.index(c), pred=steps.num_left == 0)
+        # PARTIAL tiles have loops of their own, but the last one on the right: a branch in the loop over FULL ones, or
+        # P carried from one loop to another, makes it slower.
         if facts.has_right:
-            num_right = gl.maximum((n_start - ranges.full_hi) // facts.block_n, 0)
-            state = _attend(state, num_right, i, True, c, shared, numbers, facts)
-        num_full = num_left
+            num_first = gl.maximum(steps.n_start - ranges.full_hi, 0) // facts.block_n
+            for _ in range(gl.minimum(num_first, steps.num_left)):
+                row_sum, row_max, acc = _fold(s_mn, row_sum, row_max, acc, i, steps, shared, numbers, facts)
+                s_mn, steps = _scores(steps, c, shared, facts)
+        if is_partial(steps.n_start, ranges):
+            s_mn = _masked(s_mn, i, steps.n_start, numbers, facts)
+        p_mn, new_sum, row_max, alpha = _softmax(s_mn, row_max, numbers, facts)
+        p_mn = gl.convert_layout(p_mn.to(shared.v.dtype), p_layout)
+        row_sum = _scaled(row_sum, alpha) + new_sum
+        if facts.has_right:
+            acc = _rescaled(acc, alpha, facts)
+        num_full = steps.num_left
         if facts.has_left:
-            num_full = gl.maximum((state.n_start - ranges.full_lo) // facts.block_n, 0)
-        state = _attend(state, num_full, i, False, c, shared, numbers, facts)
+            num_full = gl.minimum(num_full, gl.maximum(steps.n_start - ranges.full_lo, 0) // facts.block_n)
+        p_mn, row_sum, row_max, acc, steps = _attend(
+            p_mn, row_sum, row_max, acc, steps, num_full, c, shared, numbers, facts
+        )
+        acc = _add_values(p_mn, acc, steps.step, shared, facts)
         if facts.has_left:
-            state = _attend(state, num_left, i, True, c, shared, numbers, facts)
-        p_mn, row_sum, row_max, acc, n_start, num_left, step, turns = state
-        stage = step % facts.config.num_stages
-        is_odd = (step // facts.config.num_stages) & 1
-        mbarrier.wait(shared.v_full.index(stage), is_odd)
-        v_n = shared.v.index(stage).reshape([facts.block_n, facts.block_dv])
-        acc = warpgroup_mma(p_mn, v_n, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(shared.v_empty.index(stage))
-        step += 1
-
+            for _ in range(steps.num_left):
+                s_mn, steps = _scores(steps, c, shared, facts)
+                row_sum, row_max, acc = _fold(s_mn, row_sum, row_max, acc, i, steps, shared, numbers, facts)
         tile += 1
         if facts.shares_q:
             _finish(acc, row_sum, row_max, place, c, out_desc, lse, flags, shared, numbers, facts)
-        n_start = next_place.hi - facts.block_n
-        n_start, step, turns = _skip(gl.where(exists, num_skipped, 0), n_start, step, turns, c, shared, facts)
+        n_start, step, turns = _skip(
+            gl.where(exists, num_skipped, 0), next_place.hi - facts.block_n, steps.step + 1, steps.turns, c, shared, facts
+        )
         s_mn = _first_scores(tile, step, turns, exists, c, shared, facts)
         if not facts.shares_q:
             _finish(acc, row_sum, row_max, place, c, out_desc, lse, flags, shared, numbers, facts)
@@ -496,7 +549,7 @@ def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 
 
 @jit
-def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, numbers, facts: gl.constexpr):
+def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, counter, numbers, facts: gl.constexpr):
     """out and lse of a call."""
     dtype: gl.constexpr = q_desc.dtype
     n: gl.constexpr = facts.config.num_consumers
@@ -510,6 +563,7 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, numbers, facts:
     shared = Shared(
         q, k, v, out, _barriers(n, 1), _barriers(n, 1), _barriers(stages, 1), _barriers(stages, n),
         _barriers(stages, 1), _barriers(stages, n), _barriers(n, 1),
+        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), _barriers(2, 1), _barriers(2, n),
     )  # fmt: skip
     mbarrier.arrive(shared.turn.index(0))
     if n == 2:
@@ -517,7 +571,7 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, numbers, facts:
             [
                 (_consume, (0, out_desc, lse, flags, shared, numbers, facts)),
                 (_consume, (1, out_desc, lse, flags, shared, numbers, facts)),
-                (_produce, (q_desc, k_desc, v_desc, shared, numbers, facts)),
+                (_produce, (q_desc, k_desc, v_desc, counter, shared, numbers, facts)),
             ],
             [4, 1],
             [facts.config.registers, 24],
@@ -528,7 +582,7 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, numbers, facts:
                 (_consume, (0, out_desc, lse, flags, shared, numbers, facts)),
                 (_consume, (1, out_desc, lse, flags, shared, numbers, facts)),
                 (_consume, (2, out_desc, lse, flags, shared, numbers, facts)),
-                (_produce, (q_desc, k_desc, v_desc, shared, numbers, facts)),
+                (_produce, (q_desc, k_desc, v_desc, counter, shared, numbers, facts)),
             ],
             [4, 4, 1],
             [facts.config.registers, facts.config.registers, 24],

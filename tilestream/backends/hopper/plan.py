@@ -111,16 +111,16 @@ class Plan:
         if self._compiled is None:
             self._compiled = _compiled(self.facts, self.problem.dtype, self._device)
         descriptors = [_Descriptor(x, *y) for x, y in zip((query, key, value, out), self._layouts, strict=True)]
-        kernel = self._compiled
+        kernel, stream = self._compiled, triton.runtime.driver.active.get_current_stream(self._device.index)
+        counter = _counter(self._device, stream) if self.facts.is_dynamic else None
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            kernel[(self._num_programs, 1, 1)](*descriptors, lse, flags, self.numbers, self.facts)
+            kernel[(self._num_programs, 1, 1)](*descriptors, lse, flags, counter, self.numbers, self.facts)
         else:
             # What `kernel[grid](...)` does where nobody listens.
             kernel.run(
-                self._num_programs, 1, 1, triton.runtime.driver.active.get_current_stream(self._device.index),
-                kernel.function, kernel.packed_metadata, None, None, None, *descriptors, lse.data_ptr(),
-                None if flags is None else flags.data_ptr(), self.numbers, self.facts,
+                self._num_programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *descriptors, lse.data_ptr(),
+                None if flags is None else flags.data_ptr(), counter, self.numbers, self.facts,
             )  # fmt: skip
         if flags is not None:
             self._launch_exact(Tensors(query, key, value, out=out, lse=lse, flags=flags))
@@ -140,6 +140,20 @@ def _plan(problem: Problem, device: torch.device, strides: tuple[tuple[int, ...]
 @functools.cache
 def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counter(device: torch.device, stream: int) -> Tensor:
+    """A zero that a launch leaves as a zero: one for each stream, whose launches follow each other."""
+    if torch.cuda.is_current_stream_capturing():
+        # Of a graph's own, which may run beside calls of the stream.
+        return torch.zeros((1,), dtype=torch.int32, device=device)
+    found = _COUNTERS.get((device, stream))
+    if found is None:
+        found = _COUNTERS[device, stream] = torch.zeros((1,), dtype=torch.int32, device=device)
+    return found
 
 
 @functools.cache
@@ -168,6 +182,7 @@ def source(facts: Facts, dtype: torch.dtype) -> GluonASTSource:
         "out_desc": descriptor(facts.rows, facts.block_dv),
         "lse": "*fp32",
         "flags": "*i32",
+        "counter": "*i32",
         "numbers": numbers,
         "facts": "constexpr",
     }
