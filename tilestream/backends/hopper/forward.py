@@ -1,14 +1,15 @@
 """Attention forward on Hopper, warp-specialised.
 
-Computes   out and lse of a dense call with or without a band; where something can be hidden also a flag per row, which
-           is 1 where out is not finite (`triton.forward.exact_rows_kernel` computes those again).
+Computes   out and lse of a dense call with or without a band; where something can be hidden also flags for
+           `triton.forward.exact_rows_kernel`, which computes again what is not finite in out: one per consumer of a
+           program, whether any of its rows is, and behind them one per row.
 Algorithm  FlashAttention-3, algorithms 1 and 2 (arXiv:2407.08608): S of the next key tile is multiplied while the
            softmax of this one runs. A row maximum that grows by at most 8 (a factor of 256) is kept, as in
            FlashAttention-4, so that acc is rescaled a few times per row tile and not once per key tile.
-Schedule   persistent: a program per processor takes every so-manyth unit of work, row tiles fastest, then heads, so
-           that few heads' K and V are in use at a time and stay in the L2 cache. With a band a unit is two row tiles, a
-           long one and a short one (`_locate`). Key tiles right to left: PARTIAL, FULL, PARTIAL; a consumer skips first
-           ones that none of its rows sees.
+Schedule   persistent: a program per processor takes one row tile after the other: every so-manyth where all take as
+           long, with a band the next that nobody has, longest first (`_locate`). Key tiles right to left: PARTIAL,
+           FULL, PARTIAL; a consumer skips first ones that none of its rows sees. The first S of a row tile is
+           multiplied while out of the one before is stored.
 Roles      consumers are warpgroups 0 to n - 1, each with its own rows of a tile; the producer is one warp that issues
            all loads. Tile t of a program is the t-th use of q, key tile s of a program the s-th use of a stage.
            q_full[c]   loaded: q of consumer c           q_empty[c]  consumer c is done with it (one arrival)
@@ -16,6 +17,7 @@ Roles      consumers are warpgroups 0 to n - 1, each with its own rows of a tile
            v_full[s], v_empty[s]                         the same of v
            turn[c]     consumer c may issue products; one arrival each, from the consumer before it in the ring, the
                        first one from the start of the kernel
+           unit_full[t], unit_empty[t]    which row tile follows number t (modulo 2) of a program: from the producer
            Producer and consumers walk through the same tiles and key tiles, at least one each, so phases follow from
            two counters. out[c] is consumer c's own; a store by TMA has read it before it is written again.
 Traffic    as `triton.forward` without packed rows: Q once, K and V once per row tile of each query head.
@@ -141,9 +143,11 @@ def _produce(q_desc, k_desc, v_desc, counter, shared, numbers, facts: gl.constex
     step = 0
     tile = 0
     unit = gl.program_id(0)
+    place, num_steps = _locate(unit, numbers, facts)
+    next_unit = unit
+    next_place = place
+    next_num_steps = num_steps
     while unit < numbers.num_units:
-        place, num_steps = _locate(unit, numbers, facts)
-        unit = _fetch(unit, counter, numbers, facts)
         batch = place.batch
         head_kv = place.head // numbers.group
         n_start = place.hi - facts.block_n
@@ -163,11 +167,17 @@ def _produce(q_desc, k_desc, v_desc, counter, shared, numbers, facts: gl.constex
             mbarrier.wait(shared.v_empty.index(stage), is_odd ^ 1)
             mbarrier.expect(shared.v_full.index(stage), v_desc.block_type.nbytes)
             load_tile(v_desc, [batch, n_start, head_kv, 0], shared.v_full.index(stage), shared.v.index(stage))
+            # Now, because stages have to empty before what is next can be loaded.
             if index == 0:
-                _publish(unit, tile, shared, facts)
+                next_unit = _fetch(unit, counter, numbers, facts)
+                _publish(next_unit, tile, shared, facts)
+                next_place, next_num_steps = _locate(next_unit, numbers, facts)
             n_start -= facts.block_n
             step += 1
         tile += 1
+        unit = next_unit
+        place = next_place
+        num_steps = next_num_steps
 
 
 @jit
@@ -353,7 +363,7 @@ def _first_scores(tile, step, turns, exists, c: gl.constexpr, shared, facts: gl.
 
 @jit
 def _finish(acc, row_sum, row_max, place, c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.constexpr):
-    """Store out, lse and the flags of a tile."""
+    """Store out, lse and the flags of a tile's rows; (M), 1 where a row is flagged."""
     dtype: gl.constexpr = out_desc.dtype
     row_layout: gl.constexpr = row_max.type.layout
     m_first = place.m_start + c * facts.rows
@@ -363,10 +373,13 @@ def _finish(acc, row_sum, row_max, place, c: gl.constexpr, out_desc, lse, flags,
     acc = _scaled(acc, gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum))
     places = (place.batch * numbers.num_heads + place.head).to(gl.int64) * numbers.seqlen_q + i
     gl.store(lse + places, lse_log2 * 0.6931471805599453, i < numbers.seqlen_q)
+    are_flagged = i * 0
     if facts.flags:
         # 0 times a number is 0 unless that is not finite.
         is_bad = gl.convert_layout(gl.sum(acc * 0.0, 1), row_layout) != 0.0
-        gl.store(flags + places, is_bad.to(gl.int32), i < numbers.seqlen_q)
+        are_flagged = (is_bad & (i < numbers.seqlen_q)).to(gl.int32)
+        num_flaggers = facts.config.num_consumers * gl.num_programs(0)
+        gl.store(flags + num_flaggers + places, are_flagged, i < numbers.seqlen_q)
     # The store before has read what the next one writes.
     if not facts.shares_q:
         store_wait(0)
@@ -377,6 +390,7 @@ def _finish(acc, row_sum, row_max, place, c: gl.constexpr, out_desc, lse, flags,
     if facts.shares_q:
         store_wait(0)
         mbarrier.arrive(shared.q_empty.index(c))
+    return are_flagged
 
 
 class Steps(NamedTuple):
@@ -485,6 +499,7 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
     n_start = place.hi - facts.block_n
     n_start, step, turns = _skip(num_skipped, n_start, gl.to_tensor(0), gl.to_tensor(0), c, shared, facts)
     s_mn = warpgroup_mma_wait(0, deps=[_first_scores(tile, step, turns, True, c, shared, facts)])
+    are_flagged = gl.full([rows], 0, gl.int32, row_layout)
     exists = True
     while exists:
         steps = Steps(n_start, num_steps - num_skipped - 1, step, turns + 1)
@@ -492,11 +507,6 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
         acc = gl.full([rows, facts.block_dv], 0.0, gl.float32, acc_layout)
         row_max = gl.full([rows], float("-inf"), gl.float32, row_layout)
         row_sum = _lane_sums(gl.full([rows, facts.block_n], 0.0, gl.float32, s_layout), facts)
-        # Now, because between two tiles nothing would hide the divisions.
-        unit = _following(unit, tile, shared, facts)
-        next_place, num_steps = _locate(unit, numbers, facts)
-        next_ranges, num_skipped = _own(next_place, num_steps, c, numbers, facts)
-        exists = unit < numbers.num_units
         mbarrier.arrive(shared.k_empty.index(step % facts.config.num_stages))
         if not facts.shares_q:
             mbarrier.arrive(shared.q_empty.index(c), pred=steps.num_left == 0)
@@ -514,6 +524,11 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
         row_sum = _scaled(row_sum, alpha) + new_sum
         if facts.has_right:
             acc = _rescaled(acc, alpha, facts)
+        # Now, because between two tiles nothing would hide the divisions.
+        unit = _following(unit, tile, shared, facts)
+        next_place, num_steps = _locate(unit, numbers, facts)
+        next_ranges, num_skipped = _own(next_place, num_steps, c, numbers, facts)
+        exists = unit < numbers.num_units
         num_full = steps.num_left
         if facts.has_left:
             num_full = gl.minimum(num_full, gl.maximum(steps.n_start - ranges.full_lo, 0) // facts.block_n)
@@ -527,16 +542,18 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
                 row_sum, row_max, acc = _fold(s_mn, row_sum, row_max, acc, i, steps, shared, numbers, facts)
         tile += 1
         if facts.shares_q:
-            _finish(acc, row_sum, row_max, place, c, out_desc, lse, flags, shared, numbers, facts)
-        n_start, step, turns = _skip(
-            gl.where(exists, num_skipped, 0), next_place.hi - facts.block_n, steps.step + 1, steps.turns, c, shared, facts
-        )
+            are_flagged |= _finish(acc, row_sum, row_max, place, c, out_desc, lse, flags, shared, numbers, facts)
+        num_next = gl.where(exists, num_skipped, 0)
+        n_start = next_place.hi - facts.block_n
+        n_start, step, turns = _skip(num_next, n_start, steps.step + 1, steps.turns, c, shared, facts)
         s_mn = _first_scores(tile, step, turns, exists, c, shared, facts)
         if not facts.shares_q:
-            _finish(acc, row_sum, row_max, place, c, out_desc, lse, flags, shared, numbers, facts)
+            are_flagged |= _finish(acc, row_sum, row_max, place, c, out_desc, lse, flags, shared, numbers, facts)
         s_mn = warpgroup_mma_wait(0, deps=[s_mn])
         place = next_place
         ranges = next_ranges
+    if facts.flags:
+        gl.store(flags + gl.program_id(0) * facts.config.num_consumers + c, gl.max(are_flagged, 0))
     store_wait(0)
 
 
@@ -563,7 +580,8 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, counter, number
     shared = Shared(
         q, k, v, out, _barriers(n, 1), _barriers(n, 1), _barriers(stages, 1), _barriers(stages, n),
         _barriers(stages, 1), _barriers(stages, n), _barriers(n, 1),
-        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), _barriers(2, 1), _barriers(2, n),
+        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        _barriers(2, 1), _barriers(2, n),
     )  # fmt: skip
     mbarrier.arrive(shared.turn.index(0))
     if n == 2:

@@ -7,6 +7,7 @@ imported when the backend first runs a call.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -93,6 +94,8 @@ class Plan:
         lse = (problem.batch, problem.num_heads_q, problem.seqlen_q)
         self._lse = lse, contiguous_strides(lse)
         self._num_programs = min(self.numbers.num_units, _num_processors(device))
+        self._num_flaggers = self._num_programs * self.config.num_consumers
+        self._flags = (self._num_flaggers + math.prod(lse),), (1,)
         # Found at the first launch.
         self._compiled: Any = None
         self._exact: Any = None
@@ -107,7 +110,7 @@ class Plan:
     def _forward(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
         out = self._empty(*self._layouts[3], self.problem.dtype)
         lse = self._empty(*self._lse, torch.float32)
-        flags = self._empty(*self._lse, torch.int32) if self.facts.flags else None
+        flags = self._empty(*self._flags, torch.int32) if self.facts.flags else None
         if self._compiled is None:
             self._compiled = _compiled(self.facts, self.problem.dtype, self._device)
         descriptors = [_Descriptor(x, *y) for x, y in zip((query, key, value, out), self._layouts, strict=True)]
@@ -128,7 +131,8 @@ class Plan:
 
     def _launch_exact(self, tensors: Tensors) -> None:
         if self._exact is None:
-            self._exact = [exact_rows_step(self.problem, how_of(self.problem, tensors._replace(out=None)))]
+            how = how_of(self.problem, tensors._replace(out=None))
+            self._exact = [exact_rows_step(self.problem, how, self._num_flaggers)]
         launch(self._exact, (), tensors, self._device)
 
 

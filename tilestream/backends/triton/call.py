@@ -75,6 +75,7 @@ class Numbers(NamedTuple):
 
     num_tiles: int = 0
     num_programs: int = 0
+    num_flaggers: int = 0
     num_splits: int = 1
     split_keys: int = 0
     num_rows: int = 0

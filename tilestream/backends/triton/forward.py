@@ -40,6 +40,9 @@ from tilestream.backends.triton.tiles import (
 
 __all__ = ["combine_kernel", "exact_forward_kernel", "exact_rows_kernel", "forward_kernel"]
 
+# At most, before the flags of rows.
+_FLAGGERS = tl.constexpr(1024)
+
 
 @triton.jit
 def _initial_state(rows, split, sequence, tensors, numbers, facts: tl.constexpr):
@@ -198,7 +201,13 @@ def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numbers"])
 def exact_rows_kernel(tensors, numbers, facts: tl.constexpr):
-    """out of tiles with flagged rows, whose flags lie as lse does: of kernels whose rows are not packed."""
+    """out of tiles with flagged rows: of kernels whose rows are not packed.
+
+    Their flags lie as lse does, behind `num_flaggers` others; where none of these is set, none of those is.
+    """
+    are_set = tl.arange(0, _FLAGGERS) < numbers.num_flaggers
+    if tl.max(tl.load(tensors.flags + tl.arange(0, _FLAGGERS), are_set, other=0), 0) == 0:
+        return
     for round_index in tl.range(0, num_rounds(numbers)):
         first = first_of(round_index)
         programs = first + tl.arange(0, FLAGS) * tl.num_programs(0)
@@ -216,7 +225,8 @@ def _num_flagged_rows(programs, tensors, numbers, facts: tl.constexpr):
     sequence, tiles = locate(tiles[:, None], head_kv[:, None], batch[:, None], tensors, numbers, facts, BY_KEYS=False)
     rows = tiles * facts.block_m + tl.arange(0, facts.block_m)[None, :]
     are_rows = (programs < numbers.num_programs)[:, None] & (rows < sequence.seqlen_q * facts.group)
-    flags = tl.load(tensors.flags + numbers_at(rows, sequence, numbers, facts), are_rows, other=0)
+    places = numbers.num_flaggers + numbers_at(rows, sequence, numbers, facts)
+    flags = tl.load(tensors.flags + places, are_rows, other=0)
     return tl.sum((flags != 0).to(tl.int32), 1)
 
 

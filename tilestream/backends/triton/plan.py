@@ -244,10 +244,11 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
     return Plan(how.device, [*made, *_flags_of(steps)], steps, others)
 
 
-def exact_rows_step(problem: Problem, how: How) -> Step:
-    """Computes again the rows of out that a forward of another backend has flagged."""
+def exact_rows_step(problem: Problem, how: How, num_flaggers: int) -> Step:
+    """Computes again the rows of out that a forward of another backend has flagged (`forward.exact_rows_kernel`)."""
     build = _Builder(problem, how)
-    step = build.row_step(forward_kernels.exact_rows_kernel, _config("exact_forward", problem, how))
+    config, sizes = _config("exact_forward", problem, how), {"num_flaggers": num_flaggers}
+    step = build.row_step(forward_kernels.exact_rows_kernel, config, sizes=sizes)
     return _looks_at_flags(step, how)
 
 
