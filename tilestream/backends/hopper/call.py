@@ -96,9 +96,9 @@ class Numbers(NamedTuple):
 
 # By the larger head dimension on chip.
 _CONFIGS = {
-    64: Config(192, 128, num_consumers=3, num_stages=4, registers=160, takes_turns=False),
-    128: Config(128, 128, num_consumers=2, num_stages=2, registers=240),
-    256: Config(128, 64, num_consumers=2, num_stages=2, registers=240),
+    64: Config(192, 128, num_consumers=3, num_stages=4, registers=160),
+    128: Config(128, 128, num_consumers=2, num_stages=2, registers=240, takes_turns=False, keeps_max=False),
+    256: Config(128, 64, num_consumers=2, num_stages=2, registers=240, takes_turns=False),
 }
 
 

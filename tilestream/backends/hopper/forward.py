@@ -424,13 +424,11 @@ def _scores(steps, c: gl.constexpr, shared, facts: gl.constexpr):
 
 @jit
 def _add_values(p_mn, acc, step, shared, facts: gl.constexpr):
-    """acc plus the product of P and the values of a step, with nothing beside it."""
+    """acc plus the product of P and the values of a step, still being multiplied."""
     stage = step % facts.config.num_stages
     mbarrier.wait(shared.v_full.index(stage), (step // facts.config.num_stages) & 1)
     v_n = shared.v.index(stage).reshape([facts.block_n, facts.block_dv])
-    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p_mn, v_n, acc, is_async=True)])
-    mbarrier.arrive(shared.v_empty.index(stage))
-    return acc
+    return warpgroup_mma(p_mn, v_n, acc, is_async=True)
 
 
 @jit
@@ -441,6 +439,8 @@ def _fold(s_mn, row_sum, row_max, acc, i, steps, shared, numbers, facts: gl.cons
     p_mn, new_sum, row_max, alpha = _softmax(s_mn, row_max, numbers, facts)
     p_mn = gl.convert_layout(p_mn.to(shared.v.dtype), p_layout)
     acc = _add_values(p_mn, _rescaled(acc, alpha, facts), steps.step, shared, facts)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(shared.v_empty.index(steps.step % facts.config.num_stages))
     return _scaled(row_sum, alpha) + new_sum, row_max, acc
 
 
@@ -512,9 +512,10 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
             mbarrier.arrive(shared.q_empty.index(c), pred=steps.num_left == 0)
         # PARTIAL tiles have loops of their own, but the last one on the right: a branch in the loop over FULL ones, or
         # P carried from one loop to another, makes it slower.
+        num_first = 0
         if facts.has_right:
-            num_first = gl.maximum(steps.n_start - ranges.full_hi, 0) // facts.block_n
-            for _ in range(gl.minimum(num_first, steps.num_left)):
+            num_first = gl.minimum(gl.maximum(steps.n_start - ranges.full_hi, 0) // facts.block_n, steps.num_left)
+            for _ in range(num_first):
                 row_sum, row_max, acc = _fold(s_mn, row_sum, row_max, acc, i, steps, shared, numbers, facts)
                 s_mn, steps = _scores(steps, c, shared, facts)
         if is_partial(steps.n_start, ranges):
@@ -522,13 +523,8 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
         p_mn, new_sum, row_max, alpha = _softmax(s_mn, row_max, numbers, facts)
         p_mn = gl.convert_layout(p_mn.to(shared.v.dtype), p_layout)
         row_sum = _scaled(row_sum, alpha) + new_sum
-        if facts.has_right:
+        if num_first > 0:
             acc = _rescaled(acc, alpha, facts)
-        # Now, because between two tiles nothing would hide the divisions.
-        unit = _following(unit, tile, shared, facts)
-        next_place, num_steps = _locate(unit, numbers, facts)
-        next_ranges, num_skipped = _own(next_place, num_steps, c, numbers, facts)
-        exists = unit < numbers.num_units
         num_full = steps.num_left
         if facts.has_left:
             num_full = gl.minimum(num_full, gl.maximum(steps.n_start - ranges.full_lo, 0) // facts.block_n)
@@ -536,6 +532,13 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
             p_mn, row_sum, row_max, acc, steps, num_full, c, shared, numbers, facts
         )
         acc = _add_values(p_mn, acc, steps.step, shared, facts)
+        # Now, because the product hides the divisions.
+        unit = _following(unit, tile, shared, facts)
+        next_place, num_steps = _locate(unit, numbers, facts)
+        next_ranges, num_skipped = _own(next_place, num_steps, c, numbers, facts)
+        exists = unit < numbers.num_units
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(shared.v_empty.index(steps.step % facts.config.num_stages))
         if facts.has_left:
             for _ in range(steps.num_left):
                 s_mn, steps = _scores(steps, c, shared, facts)

@@ -122,8 +122,9 @@ class Plan:
         else:
             # What `kernel[grid](...)` does where nobody listens.
             kernel.run(
-                self._num_programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *descriptors, lse.data_ptr(),
-                None if flags is None else flags.data_ptr(), counter, self.numbers, self.facts,
+                self._num_programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None,
+                *descriptors, lse.data_ptr(), None if flags is None else flags.data_ptr(),
+                None if counter is None else counter.data_ptr(), self.numbers, self.facts,
             )  # fmt: skip
         if flags is not None:
             self._launch_exact(Tensors(query, key, value, out=out, lse=lse, flags=flags))
