@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,17 +17,24 @@ __all__ = [
     "SHARED_BYTES",
     "Config",
     "Facts",
+    "FeatureTensors",
     "Numbers",
     "block_of",
     "config_for",
     "facts_of",
     "numbers_of",
+    "packed_layout",
     "readable",
     "tma_strides",
 ]
 
 # Bytes; what TMA takes as addresses and as strides.
 ALIGNMENT = 16
+
+# Of dimensions of packed tensors: no end, one that `places.py` knows, and a multiple of what addresses wrap at.
+_LONGEST = 0x7FFF0000
+_NUM_TOKENS = 2**30
+_WRAP = 2**64
 
 # Of a program on Hopper.
 SHARED_BYTES = 227 << 10
@@ -63,12 +69,30 @@ class Facts:
     has_right: bool
     flags: bool
     shares_q: bool
-    # Of `triton.tiles.key_ranges`: rows are not packed here.
+    is_varlen: bool = False
+    has_softcap: bool = False
+    has_alibi: bool = False
+    has_bias: bool = False
+    has_sinks: bool = False
+    # Whether scores stay dot products, whose scale goes into the argument of the exponential.
+    folds_scale: bool = True
+    # Of the functions of `backends/triton/` that kernels call: rows are not packed here, and inputs have 16 bits.
     group: int = 1
+    is_float32: bool = False
+
+
+class FeatureTensors(NamedTuple):
+    """What only some calls have; None elsewhere. Names here and in `Numbers` are those of `triton.call`."""
+
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
 
 
 class Numbers(NamedTuple):
-    """Sizes and factors. The names that `triton.tiles.key_ranges` reads are those of its `Sequence`."""
+    """Sizes and factors."""
 
     num_units: int  # of work, of all heads (`forward._locate`)
     num_row_tiles: int
@@ -79,12 +103,30 @@ class Numbers(NamedTuple):
     left_edge: int
     right_edge: int
     scale_log2: float
+    batch: int
+    total_q: int
+    total_k: int
+    num_steps: int
+    left: int
+    right: int
+    shift: int
+    softcap_in: float
+    softcap_out: float
+    slopes_stride: int = 0
+    bias_strides: tuple[int, ...] = (0, 0, 0, 0)
 
 
 # By the larger head dimension on chip.
 _CONFIGS = {
     64: Config(192, 128, num_consumers=3, num_stages=4, registers=160, takes_turns=False),
     128: Config(128, 128, num_consumers=2, num_stages=2, registers=240),
+    256: Config(128, 64, num_consumers=2, num_stages=2, registers=240),
+}
+
+# What stands between the dot products and the softmax takes registers.
+_RICH_CONFIGS = {
+    64: Config(128, 64, num_consumers=2, num_stages=4, registers=240),
+    128: Config(128, 64, num_consumers=2, num_stages=3, registers=240),
     256: Config(128, 64, num_consumers=2, num_stages=2, registers=240),
 }
 
@@ -96,12 +138,19 @@ def block_of(width: int) -> int:
 
 def config_for(problem: Problem) -> Config:
     """The tiles of a call; they depend on no length, so that a changed length compiles nothing."""
-    return _CONFIGS[max(block_of(problem.head_dim), block_of(problem.head_dim_v))]
+    configs = _CONFIGS if _folds_scale(problem) else _RICH_CONFIGS
+    return configs[max(block_of(problem.head_dim), block_of(problem.head_dim_v))]
+
+
+def _folds_scale(problem: Problem) -> bool:
+    """Whether nothing but the scale stands between the dot products and the softmax."""
+    spec = problem.spec
+    return spec.softcap == 0 and not spec.has_alibi and not spec.has_bias
 
 
 def facts_of(problem: Problem, config: Config) -> Facts:
     """The facts of a call."""
-    band = problem.spec.band
+    spec, band = problem.spec, problem.spec.band
     block_d, block_dv = block_of(problem.head_dim), block_of(problem.head_dim_v)
     return Facts(
         config=config,
@@ -113,8 +162,14 @@ def facts_of(problem: Problem, config: Config) -> Facts:
         has_left=band.left is not None,
         has_right=band.right is not None,
         # Where nothing can be hidden, nothing hidden can get in.
-        flags=not band.is_unlimited,
+        flags=not band.is_unlimited or spec.has_bias,
         shares_q=_shared_bytes(config, block_d, block_dv) > SHARED_BYTES,
+        is_varlen=problem.layout == "varlen",
+        has_softcap=spec.softcap > 0,
+        has_alibi=spec.has_alibi,
+        has_bias=spec.has_bias,
+        has_sinks=spec.has_sinks,
+        folds_scale=_folds_scale(problem),
     )
 
 
@@ -128,18 +183,18 @@ def _shared_bytes(config: Config, block_d: int, block_dv: int) -> int:
 def numbers_of(problem: Problem, block_m: int) -> Numbers:
     """The numbers of a call."""
     sizes = sizes_of(problem)
-    num_row_tiles = -(-problem.seqlen_q // block_m)
+    num_row_tiles, num_sides = -(-problem.seqlen_q // block_m), problem.num_heads_q * problem.batch
+    if problem.layout == "varlen":
+        # See `triton.tiles._search`.
+        num_row_tiles, num_sides = problem.total_q // block_m + problem.batch + 1, problem.num_heads_q
     num_units = num_row_tiles if problem.spec.band.is_unlimited else (num_row_tiles + 1) // 2
+    same = {name: getattr(sizes, name) for name in Numbers._fields if name in sizes._fields}
     return Numbers(
-        num_units=num_units * problem.num_heads_q * problem.batch,
+        **same,
+        num_units=num_units * num_sides,
         num_row_tiles=num_row_tiles,
         num_heads=problem.num_heads_q,
         group=problem.group,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        left_edge=sizes.left_edge,
-        right_edge=sizes.right_edge,
-        scale_log2=problem.spec.scale * math.log2(math.e),
     )
 
 
@@ -159,3 +214,14 @@ def tma_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, 
     """Strides as TMA takes them: that of a dimension of size 1 may be anything in a tensor."""
     given = zip(shape, strides, contiguous_strides(shape), strict=True)
     return tuple(fallback if size == 1 else stride for size, stride, fallback in given)
+
+
+def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides that describe a packed tensor to TMA in the way of `places.py`.
+
+    Args:
+        strides: what `tma_strides` returns.
+    """
+    _, *sizes = shape
+    token, *others = strides
+    return (_LONGEST, _LONGEST, _NUM_TOKENS, *sizes), (_WRAP // _NUM_TOKENS - token, token, token, *others)

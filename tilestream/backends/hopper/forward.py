@@ -42,7 +42,9 @@ from tilestream.backends.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilestream.backends.triton.tiles import is_partial, key_ranges
+from tilestream.backends.hopper.places import key_place, numbers_at, row_place
+from tilestream.backends.hopper.score import head_sink, head_slope, masked, scaled, scores
+from tilestream.backends.triton.tiles import is_partial, key_ranges, locate
 
 __all__ = ["forward_kernel"]
 
@@ -64,11 +66,12 @@ class Shared(NamedTuple):
 
 
 @jit
-def _locate(unit, half, numbers, facts: gl.constexpr):
-    """(m_start, head, batch) of a program's tile.
+def _locate(unit, half, tensors, numbers, facts: gl.constexpr):
+    """(m_start, head, sequence) of a program's tile.
 
     A unit of work is a row tile or, where a band makes them unequal, two: the first and the last of what is left of a
-    head's, the last first. All units then take about as long, and those of a head can run side by side.
+    head's, the last first. All units then take about as long, and those of a head can run side by side. The row tiles
+    of a packed call are those of all its sequences.
     """
     if facts.has_left or facts.has_right:
         num_units = (numbers.num_row_tiles + 1) // 2
@@ -79,7 +82,11 @@ def _locate(unit, half, numbers, facts: gl.constexpr):
         num_units = numbers.num_row_tiles
         m_block = unit % num_units
     side = unit // num_units
-    return m_block * facts.block_m, side % numbers.num_heads, side // numbers.num_heads
+    head = side % numbers.num_heads
+    sequence, m_block = locate(
+        m_block, head // numbers.group, side // numbers.num_heads, tensors, numbers, facts, BY_KEYS=False
+    )
+    return m_block * facts.block_m, head, sequence
 
 
 @jit
@@ -97,15 +104,15 @@ def _next(unit, half, numbers, facts: gl.constexpr):
 
 
 @jit
-def _ranges(m_start, numbers, facts: gl.constexpr):
+def _ranges(m_start, sequence, facts: gl.constexpr):
     """`key_ranges` with a tile at least, so that rows which see no key need no path of their own; and its number of
     tiles."""
-    ranges = key_ranges(m_start, numbers, facts)
+    ranges = key_ranges(m_start, sequence, facts)
     return ranges, gl.maximum((ranges.hi - ranges.lo) // facts.block_n, 1)
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, shared, numbers, facts: gl.constexpr):
+def _produce(q_desc, k_desc, v_desc, shared, numbers, tensors, facts: gl.constexpr):
     """The producer warp: fill shared memory as it empties."""
     num_consumers: gl.constexpr = facts.config.num_consumers
     step = 0
@@ -113,24 +120,24 @@ def _produce(q_desc, k_desc, v_desc, shared, numbers, facts: gl.constexpr):
     unit = gl.program_id(0)
     half = 0
     while unit < numbers.num_units:
-        m_start, head, batch = _locate(unit, half, numbers, facts)
-        head_kv = head // numbers.group
-        ranges, num_steps = _ranges(m_start, numbers, facts)
+        m_start, head, sequence = _locate(unit, half, tensors, numbers, facts)
+        ranges, num_steps = _ranges(m_start, sequence, facts)
         for c in gl.static_range(num_consumers):
             mbarrier.wait(shared.q_empty.index(c), (tile & 1) ^ 1)
             mbarrier.expect(shared.q_full.index(c), q_desc.block_type.nbytes)
-            m_first = m_start + c * facts.rows
-            load_tile(q_desc, [batch, m_first, head, 0], shared.q_full.index(c), shared.q.index(c))
+            place = row_place(m_start + c * facts.rows, head, sequence, facts)
+            load_tile(q_desc, place, shared.q_full.index(c), shared.q.index(c))
         n_start = ranges.lo + (num_steps - 1) * facts.block_n
         for _ in range(num_steps):
             stage = step % facts.config.num_stages
             is_odd = (step // facts.config.num_stages) & 1
+            place = key_place(n_start, sequence, facts)
             mbarrier.wait(shared.k_empty.index(stage), is_odd ^ 1)
             mbarrier.expect(shared.k_full.index(stage), k_desc.block_type.nbytes)
-            load_tile(k_desc, [batch, n_start, head_kv, 0], shared.k_full.index(stage), shared.k.index(stage))
+            load_tile(k_desc, place, shared.k_full.index(stage), shared.k.index(stage))
             mbarrier.wait(shared.v_empty.index(stage), is_odd ^ 1)
             mbarrier.expect(shared.v_full.index(stage), v_desc.block_type.nbytes)
-            load_tile(v_desc, [batch, n_start, head_kv, 0], shared.v_full.index(stage), shared.v.index(stage))
+            load_tile(v_desc, place, shared.v_full.index(stage), shared.v.index(stage))
             n_start -= facts.block_n
             step += 1
         tile += 1
@@ -138,14 +145,14 @@ def _produce(q_desc, k_desc, v_desc, shared, numbers, facts: gl.constexpr):
 
 
 @jit
-def _num_skipped(m_first, num_steps, ranges, numbers, facts: gl.constexpr):
+def _num_skipped(m_first, num_steps, ranges, sequence, facts: gl.constexpr):
     """How many of a tile's first steps show nothing to the consumer whose rows start at `m_first`; never all."""
     skipped = 0
     if facts.has_right:
-        hi = gl.minimum(m_first + facts.rows, numbers.seqlen_q) + numbers.right_edge
+        hi = gl.minimum(m_first + facts.rows, sequence.seqlen_q) + sequence.right_edge
         skipped = gl.maximum(ranges.lo + num_steps * facts.block_n - gl.maximum(hi, 0), 0) // facts.block_n
     # Nobody stores the results of rows that are none.
-    if m_first >= numbers.seqlen_q:
+    if m_first >= sequence.seqlen_q:
         skipped = num_steps
     return gl.minimum(skipped, num_steps - 1)
 
@@ -161,35 +168,6 @@ def _await_turn(c: gl.constexpr, turns, shared, facts: gl.constexpr):
 def _end_turn(c: gl.constexpr, shared, facts: gl.constexpr):
     if facts.config.takes_turns:
         mbarrier.arrive(shared.turn.index((c + 1) % facts.config.num_consumers))
-
-
-@jit
-def _masked(s_mn, i, n_start, numbers, facts: gl.constexpr):
-    """Scores with -inf where the band or the end of the keys hides them.
-
-    Key 8 a + 2 b + c of a tile lies in lane b of four and, in that thread, at a place that follows from a and c: these
-    two are constants of the instructions, and no thread holds the numbers of its keys in registers.
-    """
-    rows: gl.constexpr = s_mn.shape[0]
-    eighths: gl.constexpr = facts.block_n // 8
-    wide = s_mn.reshape([rows, eighths, 4, 2])
-    layout: gl.constexpr = wide.type.layout
-    a = gl.arange(0, eighths, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    b = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    c = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    i = gl.convert_layout(i, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    j = 8 * a[None, :, None, None] + c[None, None, None, :]
-    start = n_start + 2 * b[None, None, :, None]
-    # Opaque: without a band all of this is the same in every tile, and 64 predicates would be kept in registers.
-    last = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [i * 0 + (numbers.seqlen_k - 1)], dtype=gl.int32, is_pure=False, pack=1
-    )
-    if facts.has_right:
-        last = gl.minimum(last, i + numbers.right_edge)
-    visible = j <= last[:, None, None, None] - start
-    if facts.has_left:
-        visible = visible & (j >= (i + numbers.left_edge)[:, None, None, None] - start)
-    return gl.convert_layout(gl.where(visible, wide, float("-inf")).reshape(s_mn.shape), s_mn.type.layout)
 
 
 # 2**n times a polynomial in f of x = n + f, n whole: 1.5 * 2**23 added leaves n in the last bits of a number.
@@ -259,13 +237,13 @@ def _scaled(x, factor):
 @jit
 def _softmax(s_mn, row_max, numbers, facts: gl.constexpr):
     """(p_mn, its `_lane_sums`, new maxima, factors that rescale what was summed before)."""
-    new_max = gl.maximum(row_max, gl.max(s_mn, 1) * numbers.scale_log2)
+    new_max = gl.maximum(row_max, scaled(gl.max(s_mn, 1), numbers, facts))
     # A maximum that grows by little stays: the weights are then at most 2**8, and nothing needs to be rescaled.
     if facts.config.keeps_max:
         new_max = gl.where(new_max - row_max > 8.0, new_max, row_max)
     # A row that has seen no key yet: exp2(-inf - 0) = 0, not NaN.
     finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p_mn = _exp2(s_mn * numbers.scale_log2 - finite_max[:, None], facts)
+    p_mn = _exp2(scaled(s_mn, numbers, facts) - finite_max[:, None], facts)
     alpha = gl.exp2(row_max - finite_max)
     return p_mn, _lane_sums(p_mn, facts), new_max, alpha
 
@@ -284,7 +262,37 @@ def _rescaled(acc, alpha, facts: gl.constexpr):
 
 
 @jit
-def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.constexpr):
+def _totals(row_max, row_sum, head, sequence, tensors, numbers, facts: gl.constexpr):
+    """(lse_log2, what acc is multiplied with) of rows whose `_lane_sums` are `row_sum`.
+
+    A sink is one more key, whose value is 0: it is added here, so that the loop knows nothing of it.
+    """
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    factor = 1.0
+    if facts.has_sinks:
+        sink = head_sink(head, sequence, tensors, numbers)
+        new_max = gl.maximum(row_max, sink)
+        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+        factor = gl.exp2(row_max - finite_max)
+        row_sum = row_sum * factor + gl.exp2(sink - finite_max)
+        row_max = new_max
+    lse_log2 = gl.where(row_sum == 0.0, float("-inf"), row_max + gl.log2(row_sum))
+    return lse_log2, gl.where(row_sum == 0.0, 0.0, factor / row_sum)
+
+
+@jit
+def _store_numbers(lse_log2, acc, i, head, sequence, lse, flags, numbers, facts: gl.constexpr):
+    """lse of rows and, where something can be hidden, whether they are not finite."""
+    places = numbers_at(i, head, sequence, numbers, facts)
+    gl.store(lse + places, lse_log2 * 0.6931471805599453, i < sequence.seqlen_q)
+    if facts.flags:
+        # 0 times a number is 0 unless that is not finite.
+        is_bad = gl.convert_layout(gl.sum(acc * 0.0, 1), i.type.layout) != 0.0
+        gl.store(flags + places, is_bad.to(gl.int32), i < sequence.seqlen_q)
+
+
+@jit
+def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, tensors, facts: gl.constexpr):
     """A warpgroup of consumers: the rows of its share of each tile."""
     dtype: gl.constexpr = out_desc.dtype
     rows: gl.constexpr = facts.rows
@@ -298,15 +306,16 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
     unit = gl.program_id(0)
     half = 0
     while unit < numbers.num_units:
-        m_start, head, batch = _locate(unit, half, numbers, facts)
-        ranges, num_steps = _ranges(m_start, numbers, facts)
+        m_start, head, sequence = _locate(unit, half, tensors, numbers, facts)
+        ranges, num_steps = _ranges(m_start, sequence, facts)
+        slope = head_slope(head, sequence, tensors, numbers, facts)
         i = m_start + c * rows + gl.arange(0, rows, layout=row_layout)
         n_start = ranges.lo + (num_steps - 1) * facts.block_n
         zeros = gl.full([rows, facts.block_n], 0.0, gl.float32, s_layout)
         acc = gl.full([rows, facts.block_dv], 0.0, gl.float32, acc_layout)
         row_max = gl.full([rows], float("-inf"), gl.float32, row_layout)
         q_m = shared.q.index(c).reshape([rows, facts.block_d])
-        num_skipped = _num_skipped(m_start + c * rows, num_steps, ranges, numbers, facts)
+        num_skipped = _num_skipped(m_start + c * rows, num_steps, ranges, sequence, facts)
         for _ in range(num_skipped):
             stage = step % facts.config.num_stages
             is_odd = (step // facts.config.num_stages) & 1
@@ -331,8 +340,9 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
         turns += 1
         s_mn = warpgroup_mma_wait(0, deps=[s_mn])
         mbarrier.arrive(shared.k_empty.index(stage))
+        s_mn = scores(s_mn, i, n_start, head, slope, sequence, tensors, numbers, facts)
         if is_partial(n_start, ranges):
-            s_mn = _masked(s_mn, i, n_start, numbers, facts)
+            s_mn = masked(s_mn, i, n_start, sequence, facts)
         p_mn, row_sum, row_max, alpha = _softmax(s_mn, row_max, numbers, facts)
         p_mn = gl.convert_layout(p_mn.to(dtype), p_layout)
         for _ in range(num_skipped + 1, num_steps):
@@ -350,10 +360,11 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
             turns += 1
             s_mn = warpgroup_mma_wait(1, deps=[s_mn])
             mbarrier.arrive(shared.k_empty.index(next_stage))
+            s_mn = scores(s_mn, i, n_start, head, slope, sequence, tensors, numbers, facts)
             # One condition at compile time, one at run time; `and` would make both of the latter kind.
             if facts.has_left or facts.has_right:  # noqa: SIM102
                 if is_partial(n_start, ranges):
-                    s_mn = _masked(s_mn, i, n_start, numbers, facts)
+                    s_mn = masked(s_mn, i, n_start, sequence, facts)
             p_mn, new_sum, row_max, alpha = _softmax(s_mn, row_max, numbers, facts)
             row_sum = _scaled(row_sum, alpha) + new_sum
             # Here and not where it is needed: 64 registers less, and no spills with three consumers.
@@ -373,22 +384,16 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
         mbarrier.arrive(shared.v_empty.index(stage))
         step += 1
 
-        row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
-        lse_log2 = gl.where(row_sum == 0.0, float("-inf"), row_max + gl.log2(row_sum))
-        acc = _scaled(acc, gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum))
-        places = (batch * numbers.num_heads + head).to(gl.int64) * numbers.seqlen_q + i
-        gl.store(lse + places, lse_log2 * 0.6931471805599453, i < numbers.seqlen_q)
-        if facts.flags:
-            # 0 times a number is 0 unless that is not finite.
-            is_bad = gl.convert_layout(gl.sum(acc * 0.0, 1), row_layout) != 0.0
-            gl.store(flags + places, is_bad.to(gl.int32), i < numbers.seqlen_q)
+        lse_log2, weight = _totals(row_max, row_sum, head, sequence, tensors, numbers, facts)
+        acc = _scaled(acc, weight)
+        _store_numbers(lse_log2, acc, i, head, sequence, lse, flags, numbers, facts)
         # The store before has read what the next one writes.
         if not facts.shares_q:
             store_wait(0)
         out_m = shared.out.index(c)
         out_m.reshape([rows, facts.block_dv]).store(acc.to(dtype))
         fence_async_shared()
-        store_tile(out_desc, [batch, m_start + c * rows, head, 0], out_m)
+        store_tile(out_desc, row_place(m_start + c * rows, head, sequence, facts), out_m)
         if facts.shares_q:
             store_wait(0)
             mbarrier.arrive(shared.q_empty.index(c))
@@ -406,17 +411,22 @@ def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 
 
 @jit
-def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, numbers, facts: gl.constexpr):
+def _tiles(NUMBER: gl.constexpr, desc):
+    shape: gl.constexpr = [NUMBER] + desc.block_shape
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@jit
+def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, numbers, tensors, facts: gl.constexpr):
     """out and lse of a call."""
-    dtype: gl.constexpr = q_desc.dtype
     n: gl.constexpr = facts.config.num_consumers
     stages: gl.constexpr = facts.config.num_stages
-    q = gl.allocate_shared_memory(dtype, [n, 1, facts.rows, 1, facts.block_d], q_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [facts.config.num_stages, 1, facts.block_n, 1, facts.block_d], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [facts.config.num_stages, 1, facts.block_n, 1, facts.block_dv], v_desc.layout)
+    q = _tiles(n, q_desc)
+    k = _tiles(stages, k_desc)
+    v = _tiles(stages, v_desc)
     out = q
     if not facts.shares_q:
-        out = gl.allocate_shared_memory(dtype, [n, 1, facts.rows, 1, facts.block_dv], out_desc.layout)
+        out = _tiles(n, out_desc)
     shared = Shared(
         q, k, v, out, _barriers(n, 1), _barriers(n, 1), _barriers(stages, 1), _barriers(stages, n),
         _barriers(stages, 1), _barriers(stages, n), _barriers(n, 1),
@@ -425,9 +435,9 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, numbers, facts:
     if n == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, out_desc, lse, flags, shared, numbers, facts)),
-                (_consume, (1, out_desc, lse, flags, shared, numbers, facts)),
-                (_produce, (q_desc, k_desc, v_desc, shared, numbers, facts)),
+                (_consume, (0, out_desc, lse, flags, shared, numbers, tensors, facts)),
+                (_consume, (1, out_desc, lse, flags, shared, numbers, tensors, facts)),
+                (_produce, (q_desc, k_desc, v_desc, shared, numbers, tensors, facts)),
             ],
             [4, 1],
             [facts.config.registers, 24],
@@ -435,10 +445,10 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, numbers, facts:
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out_desc, lse, flags, shared, numbers, facts)),
-                (_consume, (1, out_desc, lse, flags, shared, numbers, facts)),
-                (_consume, (2, out_desc, lse, flags, shared, numbers, facts)),
-                (_produce, (q_desc, k_desc, v_desc, shared, numbers, facts)),
+                (_consume, (0, out_desc, lse, flags, shared, numbers, tensors, facts)),
+                (_consume, (1, out_desc, lse, flags, shared, numbers, tensors, facts)),
+                (_consume, (2, out_desc, lse, flags, shared, numbers, tensors, facts)),
+                (_produce, (q_desc, k_desc, v_desc, shared, numbers, tensors, facts)),
             ],
             [4, 4, 1],
             [facts.config.registers, facts.config.registers, 24],

@@ -21,9 +21,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from tilestream.backends.triton.call import Facts, Numbers, Tensors
 from tilestream.backends.triton.configs import Config
 
-__all__ = ["Step", "allocator", "launch", "num_compiled", "options", "source"]
+__all__ = ["POINTERS", "Step", "allocator", "launch", "num_compiled", "options", "source"]
 
-_POINTERS = {
+POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -158,7 +158,7 @@ def source(step: Step) -> ASTSource:
             numbers[name] = "fp32" if name in _FLOATS else "i64" if name in _WIDE else "i32"
     aligned = (*_PADDED, *(_ROWS if step.facts.unit > 1 else ()))
     signature = {
-        "tensors": Tensors._make(_POINTERS[dtype] for dtype in dtypes.values()),
+        "tensors": Tensors._make(POINTERS[dtype] for dtype in dtypes.values()),
         "numbers": Numbers(**numbers),
         "facts": "constexpr",
     }
