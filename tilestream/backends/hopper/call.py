@@ -25,6 +25,7 @@ __all__ = [
     "numbers_of",
     "packed_layout",
     "readable",
+    "readable_bias",
     "tma_strides",
 ]
 
@@ -73,6 +74,8 @@ class Facts:
     has_softcap: bool = False
     has_alibi: bool = False
     has_bias: bool = False
+    # Of the bias from key to key; 0 where it is the same for all.
+    bias_step: int = 1
     has_sinks: bool = False
     # Whether scores stay dot products, whose scale goes into the argument of the exponential.
     folds_scale: bool = True
@@ -113,7 +116,7 @@ class Numbers(NamedTuple):
     softcap_in: float
     softcap_out: float
     slopes_stride: int = 0
-    bias_strides: tuple[int, ...] = (0, 0, 0, 0)
+    bias_strides: tuple[int, ...] = (0, 0, 0)  # of batch, head and query
 
 
 # By the larger head dimension on chip.
@@ -125,9 +128,14 @@ _CONFIGS = {
 
 # What stands between the dot products and the softmax takes registers.
 _RICH_CONFIGS = {
-    64: Config(128, 64, num_consumers=2, num_stages=4, registers=240),
-    128: Config(128, 64, num_consumers=2, num_stages=3, registers=240),
+    64: Config(128, 128, num_consumers=2, num_stages=4, registers=240),
+    128: Config(128, 128, num_consumers=2, num_stages=2, registers=240),
     256: Config(128, 64, num_consumers=2, num_stages=2, registers=240),
+}
+_RICHEST_CONFIGS = {
+    64: _RICH_CONFIGS[64],
+    128: Config(128, 64, num_consumers=2, num_stages=3, registers=240),
+    256: Config(128, 32, num_consumers=2, num_stages=3, registers=240),
 }
 
 
@@ -138,7 +146,9 @@ def block_of(width: int) -> int:
 
 def config_for(problem: Problem) -> Config:
     """The tiles of a call; they depend on no length, so that a changed length compiles nothing."""
-    configs = _CONFIGS if _folds_scale(problem) else _RICH_CONFIGS
+    spec = problem.spec
+    is_richest = spec.has_bias or (spec.has_alibi and spec.band.left is not None)
+    configs = _CONFIGS if _folds_scale(problem) else _RICHEST_CONFIGS if is_richest else _RICH_CONFIGS
     return configs[max(block_of(problem.head_dim), block_of(problem.head_dim_v))]
 
 
@@ -148,8 +158,8 @@ def _folds_scale(problem: Problem) -> bool:
     return spec.softcap == 0 and not spec.has_alibi and not spec.has_bias
 
 
-def facts_of(problem: Problem, config: Config) -> Facts:
-    """The facts of a call."""
+def facts_of(problem: Problem, config: Config, bias_step: int = 1) -> Facts:
+    """The facts of a call; `bias_step` is the stride of its bias from key to key."""
     spec, band = problem.spec, problem.spec.band
     block_d, block_dv = block_of(problem.head_dim), block_of(problem.head_dim_v)
     return Facts(
@@ -168,6 +178,7 @@ def facts_of(problem: Problem, config: Config) -> Facts:
         has_softcap=spec.softcap > 0,
         has_alibi=spec.has_alibi,
         has_bias=spec.has_bias,
+        bias_step=bias_step,
         has_sinks=spec.has_sinks,
         folds_scale=_folds_scale(problem),
     )
@@ -225,3 +236,8 @@ def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tup
     _, *sizes = shape
     token, *others = strides
     return (_LONGEST, _LONGEST, _NUM_TOKENS, *sizes), (_WRAP // _NUM_TOKENS - token, token, token, *others)
+
+
+def readable_bias(bias: Tensor) -> Tensor:
+    """`bias`, or a copy where its keys are not side by side."""
+    return bias if bias.shape[-1] == 1 or bias.stride(-1) in (0, 1) else bias.contiguous()

@@ -25,6 +25,7 @@ from tilestream.backends.hopper.call import (
     numbers_of,
     packed_layout,
     readable,
+    readable_bias,
     tma_strides,
 )
 from tilestream.backends.hopper.forward import forward_kernel
@@ -52,7 +53,7 @@ _ROWS = ("q", "k", "v", "out")
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("scale_log2", "softcap_in", "softcap_out"), "fp32"),
     "shift": "i64",
-    "bias_strides": ("i64",) * 4,
+    "bias_strides": ("i64",) * 3,
 }
 _SHORT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -81,7 +82,8 @@ def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInp
 
 
 def _readable(inputs: AttentionInputs) -> AttentionInputs:
-    return readable_features(AttentionInputs(*map(readable, inputs[:3]), *inputs[3:]))
+    inputs = readable_features(AttentionInputs(*map(readable, inputs[:3]), *inputs[3:]))
+    return inputs if inputs.bias is None else inputs._replace(bias=readable_bias(inputs.bias))
 
 
 class _Descriptor(NamedTuple):
@@ -98,9 +100,10 @@ class Plan:
 
     def __init__(self, problem: Problem, how: How, config: Config | None = None) -> None:
         self.problem, self.config = problem, config or config_for(problem)
-        self.facts = facts_of(problem, self.config)
+        *bias_strides, bias_step = how.bias_strides
+        self.facts = facts_of(problem, self.config, bias_step if problem.spec.has_bias else 1)
         self.numbers: Numbers = numbers_of(problem, self.config.block_m)._replace(
-            slopes_stride=how.slopes_stride, bias_strides=how.bias_strides
+            slopes_stride=how.slopes_stride, bias_strides=tuple(bias_strides)
         )
         self._how, self._device, self._empty = how, how.device, allocator(how.device)
         shapes = shapes_of(problem)
@@ -128,7 +131,7 @@ class Plan:
         if self._compiled is None:
             bias_dtype = self._how.bias_dtype or self.problem.dtype
             self._compiled = _compiled(self.facts, self.problem.dtype, bias_dtype, self._device)
-        query, key, value, bias, slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k = inputs
+        query, key, value, bias, slopes, sinks, _seed, cu_seqlens_q, cu_seqlens_k = inputs
         descriptors = [_Descriptor(x, *y) for x, y in zip((query, key, value, out), self._layouts, strict=True)]
         others = FeatureTensors(bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k)
         kernel = self._compiled

@@ -9,7 +9,7 @@ Shapes: M rows of a consumer; N keys of a tile, as (N / 8, 4, 2) where tiles are
 from __future__ import annotations
 
 from tilestream.backends.hopper.gluon_names import gl, jit
-from tilestream.backends.triton.score import LOG2E, bias_tile, biased, capped_scores
+from tilestream.backends.triton.score import LOG2E, biased, capped_scores
 
 __all__ = ["head_sink", "head_slope", "masked", "scaled", "scores"]
 
@@ -65,8 +65,12 @@ def scores(s_mn, i, n_start, head, slope, sequence, tensors, numbers, facts: gl.
         if facts.has_bias:
             wide, rows, a, b, c = _wide(s_mn, i, facts)
             rows = rows[:, None, None, None]
-            j = n_start + 2 * b + (8 * a + c)
-            bias = bias_tile(rows, j, head, rows < sequence.seqlen_q, sequence, tensors, numbers)
+            strides = numbers.bias_strides
+            row_bias = tensors.bias + sequence.batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+            row_bias = row_bias + rows.to(gl.int64) * strides[2] + (n_start + 2 * b) * facts.bias_step
+            are_inside = (rows < sequence.seqlen_q) & (8 * a + c < sequence.seqlen_k - n_start - 2 * b)
+            # In 64 bits these are constants of the instructions, and a thread has one pointer a row.
+            bias = gl.load(row_bias + (8 * a + c).to(gl.int64) * facts.bias_step, are_inside, other=0.0)
             s_mn = _narrow(biased(wide, bias), s_mn)
         return s_mn
 

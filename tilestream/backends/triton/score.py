@@ -16,7 +16,6 @@ from tilestream.backends.triton.tiles import row_heads
 __all__ = [
     "LN2",
     "LOG2E",
-    "bias_tile",
     "biased",
     "capped_scores",
     "keep_tile",
@@ -84,22 +83,21 @@ def capped_scores(s, numbers, facts: tl.constexpr):
 
 
 @triton.jit
-def bias_tile(i, j, head, are_inside, sequence, tensors, numbers):
-    """The bias of a tile in units of log 2; 0 beyond the keys and where rows are not inside."""
+def _bias_tile(i, j, head, are_inside, sequence, tensors, numbers):
     strides = numbers.bias_strides
     offsets = sequence.batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     offsets = offsets + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
-    bias = tl.load(tensors.bias + offsets, are_inside & (j < sequence.seqlen_k), other=0.0).to(tl.float32)
-    # The most negative numbers must not become -inf, which hides.
-    scaled = tl.where(bias < _LOWEST_BIAS, _LOWEST_BIAS, bias) * LOG2E
-    return tl.where(bias == float("-inf"), bias, scaled)
+    return tl.load(tensors.bias + offsets, are_inside & (j < sequence.seqlen_k), other=0.0)
 
 
 @triton.jit
 def biased(s, bias):
-    """Scores with their bias."""
+    """Scores in units of log 2 with their bias, which is not."""
+    bias = bias.to(tl.float32)
+    # The most negative numbers must not become -inf, which hides.
+    scaled = tl.where(bias < _LOWEST_BIAS, _LOWEST_BIAS, bias) * LOG2E
     # Not a sum only: -inf hides whatever the key holds.
-    return tl.where(bias == float("-inf"), bias, s + bias)
+    return tl.where(bias == float("-inf"), bias, s + scaled)
 
 
 @triton.jit
@@ -113,7 +111,7 @@ def score_tile(
         if facts.has_alibi:
             s -= slopes * tl.abs(j - i - sequence.shift).to(tl.float32)
         if facts.has_bias:
-            s = biased(s, bias_tile(i, j, head, rows_inside, sequence, tensors, numbers))
+            s = biased(s, _bias_tile(i, j, head, rows_inside, sequence, tensors, numbers))
     if is_partial:
         s = tl.where(_visible(i, j, rows_inside, sequence, facts), s, float("-inf"))
     return s, capped
