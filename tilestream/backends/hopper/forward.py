@@ -412,7 +412,7 @@ def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 
 @jit
 def _tiles(NUMBER: gl.constexpr, desc):
-    shape: gl.constexpr = [NUMBER] + desc.block_shape
+    shape: gl.constexpr = [NUMBER] + desc.block_shape  # noqa: RUF005  # Triton knows no starred lists
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 

@@ -3,10 +3,10 @@
 A packed tensor is described to TMA so that what it reads beyond a sequence is 0, and what it would write there is not
 written: no kernel needs a path for tiles that a sequence cuts short, and nothing of a neighbour gets in. TMA checks
 against the end of a dimension, which the end of a sequence is not; but addresses wrap at 2**64. Token t of a sequence
-of n tokens up to token e is x = 2**30 - n + t in a dimension of size 2**30, which ends where the sequence does. Two more
-dimensions, whose steps are -s and s for the step s of x, take the address back to where it belongs, at 2**30 and at e:
-(e - 2**30 + x) s = (e - n + t) s. The step -s is 2**34 - s, which TMA takes, and 2**34 times 2**30 is 0 where addresses
-wrap. (`call.packed_layout` makes it so; the idea is that of `triton.tools.ragged_tma`.)
+of n tokens up to token e is x = 2**30 - n + t in a dimension of size 2**30, which ends where the sequence does. Two
+more dimensions, whose steps are -s and s for the step s of x, take the address back to where it belongs, at 2**30 and
+at e: (e - 2**30 + x) s = (e - n + t) s. The step -s is 2**34 - s, which TMA takes, and 2**34 times 2**30 is 0 where
+addresses wrap. (`call.packed_layout` makes it so; the idea is that of `triton.tools.ragged_tma`.)
 """
 
 from __future__ import annotations

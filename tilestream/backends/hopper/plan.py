@@ -82,8 +82,9 @@ def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInp
 
 
 def _readable(inputs: AttentionInputs) -> AttentionInputs:
-    inputs = readable_features(AttentionInputs(*map(readable, inputs[:3]), *inputs[3:]))
-    return inputs if inputs.bias is None else inputs._replace(bias=readable_bias(inputs.bias))
+    query, key, value = map(readable, inputs[:3])
+    bias = None if inputs.bias is None else readable_bias(inputs.bias)
+    return readable_features(inputs._replace(query=query, key=key, value=value, bias=bias))
 
 
 class _Descriptor(NamedTuple):
@@ -198,7 +199,7 @@ def source(facts: Facts, dtype: torch.dtype, bias_dtype: torch.dtype) -> GluonAS
         "lse": "*fp32",
         "flags": "*i32",
         "numbers": Numbers(**numbers),
-        "tensors": FeatureTensors(POINTERS[bias_dtype], "*fp32", "*fp32", "*i32", "*i32"),
+        "tensors": FeatureTensors._make([POINTERS[bias_dtype], "*fp32", "*fp32", "*i32", "*i32"]),
         "facts": "constexpr",
     }
     return GluonASTSource(forward_kernel, signature, {(list(signature).index("facts"),): facts})

@@ -479,7 +479,8 @@ def _slopes(alibi: Tensor, num_heads: int) -> Tensor:
 
 def _readable(inputs: AttentionInputs) -> AttentionInputs:
     """The inputs as the kernels read them."""
-    return readable_features(AttentionInputs(*map(_rows_in_place, inputs[:3]), *inputs[3:]))
+    query, key, value = map(_rows_in_place, inputs[:3])
+    return readable_features(inputs._replace(query=query, key=key, value=value))
 
 
 def readable_features(inputs: AttentionInputs) -> AttentionInputs:
