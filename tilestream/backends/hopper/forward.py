@@ -1,14 +1,15 @@
 """Attention forward on Hopper, warp-specialised.
 
-Computes   out and lse of a dense call with or without a band; where something can be hidden also a flag per row, which
-           is 1 where out is not finite (`triton.forward.exact_rows_kernel` computes those again).
+Computes   out and lse of a call; where something can be hidden also a flag per row, which is 1 where out is not finite
+           (`triton.forward.exact_rows_kernel` computes those again).
 Algorithm  FlashAttention-3, algorithms 1 and 2 (arXiv:2407.08608): S of the next key tile is multiplied while the
            softmax of this one runs. A row maximum that grows by at most 8 (a factor of 256) is kept, as in
            FlashAttention-4, so that acc is rescaled a few times per row tile and not once per key tile.
 Schedule   persistent: a program per processor takes every so-manyth unit of work, row tiles fastest, then heads, so
            that few heads' K and V are in use at a time and stay in the L2 cache. With a band a unit is two row tiles, a
-           long one and a short one (`_locate`). Key tiles right to left: PARTIAL, FULL, PARTIAL; a consumer skips first
-           ones that none of its rows sees.
+           long one and a short one (`_locate`). The row tiles of a packed call are those of all its sequences; whose
+           one is, producer and consumers find by bisection (`triton.tiles`). Key tiles right to left: PARTIAL, FULL,
+           PARTIAL; a consumer skips first ones that none of its rows sees.
 Roles      consumers are warpgroups 0 to n - 1, each with its own rows of a tile; the producer is one warp that issues
            all loads. Tile t of a program is the t-th use of q, key tile s of a program the s-th use of a stage.
            q_full[c]   loaded: q of consumer c           q_empty[c]  consumer c is done with it (one arrival)
@@ -21,8 +22,10 @@ Roles      consumers are warpgroups 0 to n - 1, each with its own rows of a tile
 Traffic    as `triton.forward` without packed rows: Q once, K and V once per row tile of each query head.
 On chip    q_m, out_m (in the place of q_m where that leaves no room), stages of k_n and v_n in shared memory; s_mn,
            p_mn in the input dtype, acc and the state in registers. s_mn and p_mn are of different key tiles.
-Numerics   as `triton.forward`. Sums of a row are four, one of each thread that shares it, added after the last tile.
-Limits     head_dim and head_dim_v up to 256, on chip 64, 128 or 256: TMA fills with zeros what the tensors do not have.
+Numerics   as `triton.forward`. Sums of a row are four, one of each thread that shares it, added after the last tile,
+           where a sink is added too.
+Limits     no dropout. head_dim and head_dim_v up to 256, on chip 64, 128 or 256: TMA fills with zeros what the tensors
+           do not have.
 
 Shapes: M rows of a consumer; N keys of a tile; D head_dim; E head_dim_v.
 """
