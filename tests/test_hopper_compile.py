@@ -47,6 +47,7 @@ _EVERYTHING = "softcap+alibi+bias+sinks+packed"
 # Kinds of calls, of which each has other code in the loop; the window has most of a mask.
 _KINDS = (
     *((band, "") for band in ("full", "causal", "window", "left")),
+    ("full", "packed"),
     ("causal", "packed"),
     ("causal", "softcap"),
     ("causal", "bias"),
@@ -54,6 +55,7 @@ _KINDS = (
     ("window", "alibi"),
     ("window", "sinks+packed"),
     ("window", "softcap+alibi+sinks+packed"),
+    ("causal", _EVERYTHING),
     ("window", _EVERYTHING),
 )
 # A kernel takes 3 to 8 seconds. Widths are all that dispatch can choose; float16 differs in nothing but names.

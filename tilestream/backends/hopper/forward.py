@@ -111,7 +111,11 @@ def _ranges(m_start, sequence, facts: gl.constexpr):
     """`key_ranges` with a tile at least, so that rows which see no key need no path of their own; and its number of
     tiles."""
     ranges = key_ranges(m_start, sequence, facts)
-    return ranges, gl.maximum((ranges.hi - ranges.lo) // facts.block_n, 1)
+    num_steps = gl.maximum((ranges.hi - ranges.lo) // facts.block_n, 1)
+    if facts.is_varlen:
+        # A sequence may own one tile more than it has rows for.
+        num_steps = gl.where(m_start < sequence.seqlen_q, num_steps, 1)
+    return ranges, num_steps
 
 
 @jit

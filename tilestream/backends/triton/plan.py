@@ -386,6 +386,7 @@ class _Builder:
 
 
 def lse_shape(problem: Problem) -> tuple[int, ...]:
+    """Of lse and its kin."""
     if problem.layout == "varlen":
         return problem.num_heads_q, problem.total_q
     return problem.batch, problem.num_heads_q, problem.seqlen_q
