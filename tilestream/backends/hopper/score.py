@@ -9,7 +9,7 @@ Shapes: M rows of a consumer; N keys of a tile, as (N / 8, 4, 2) where tiles are
 from __future__ import annotations
 
 from tilestream.backends.hopper.gluon_names import gl, jit
-from tilestream.backends.triton.score import LOG2E, biased, capped_scores
+from tilestream.backends.triton.score import LOG2E, bias_log2, biased, capped_scores
 
 __all__ = ["head_sink", "head_slope", "masked", "scaled", "scores"]
 
@@ -71,7 +71,7 @@ def scores(s_mn, i, n_start, head, slope, sequence, tensors, numbers, facts: gl.
             are_inside = (rows < sequence.seqlen_q) & (8 * a + c < sequence.seqlen_k - n_start - 2 * b)
             # In 64 bits these are constants of the instructions, and a thread has one pointer a row.
             bias = gl.load(row_bias + (8 * a + c).to(gl.int64) * facts.bias_step, are_inside, other=0.0)
-            s_mn = _narrow(biased(wide, bias), s_mn)
+            s_mn = _narrow(biased(wide, bias_log2(bias)), s_mn)
         return s_mn
 
 

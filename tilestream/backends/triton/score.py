@@ -16,6 +16,7 @@ from tilestream.backends.triton.tiles import row_heads
 __all__ = [
     "LN2",
     "LOG2E",
+    "bias_log2",
     "biased",
     "capped_scores",
     "keep_tile",
@@ -87,17 +88,23 @@ def _bias_tile(i, j, head, are_inside, sequence, tensors, numbers):
     strides = numbers.bias_strides
     offsets = sequence.batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     offsets = offsets + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
-    return tl.load(tensors.bias + offsets, are_inside & (j < sequence.seqlen_k), other=0.0)
+    return bias_log2(tl.load(tensors.bias + offsets, are_inside & (j < sequence.seqlen_k), other=0.0))
+
+
+@triton.jit
+def bias_log2(bias):
+    """A bias as it is in memory, in units of log 2."""
+    bias = bias.to(tl.float32)
+    # The most negative numbers must not become -inf, which hides.
+    scaled = tl.where(bias < _LOWEST_BIAS, _LOWEST_BIAS, bias) * LOG2E
+    return tl.where(bias == float("-inf"), bias, scaled)
 
 
 @triton.jit
 def biased(s, bias):
-    """Scores in units of log 2 with their bias, which is not."""
-    bias = bias.to(tl.float32)
-    # The most negative numbers must not become -inf, which hides.
-    scaled = tl.where(bias < _LOWEST_BIAS, _LOWEST_BIAS, bias) * LOG2E
+    """Scores with their bias, in the same units."""
     # Not a sum only: -inf hides whatever the key holds.
-    return tl.where(bias == float("-inf"), bias, s + scaled)
+    return tl.where(bias == float("-inf"), bias, s + bias)
 
 
 @triton.jit
