@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -93,12 +93,20 @@ class FeatureTensors(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
 
+    @property
+    def of_consumer(self) -> Facts:
+        """The facts of a consumer's rows."""
+        return replace(self, block_m=self.rows)
+
 
 class Numbers(NamedTuple):
     """Sizes and factors."""
 
     num_units: int  # of work, of all heads (`forward._locate`)
     num_row_tiles: int
+    # Heads of all batch entries, and how many of them are worked on at a time.
+    num_sides: int
+    num_together: int
     num_heads: int
     group: int
     seqlen_q: int
@@ -204,6 +212,8 @@ def numbers_of(problem: Problem, block_m: int) -> Numbers:
         **same,
         num_units=num_units * num_sides,
         num_row_tiles=num_row_tiles,
+        num_sides=num_sides,
+        num_together=1,
         num_heads=problem.num_heads_q,
         group=problem.group,
     )

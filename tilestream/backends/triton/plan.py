@@ -206,7 +206,7 @@ _ROW_BLOCK = 128
 _FARTHEST = 2**29
 _HOPPER_SHARED_BYTES = 227 << 10
 # Programs of an exact kernel for each processor.
-_PROGRAMS_EACH = 2
+_PROGRAMS_EACH = 1
 # Padded rows in parts for one that is; and so few of them that it does not matter, 50 MB at head_dim 128.
 _MOST_PADDED = 2.5
 _FEW_ROWS = 2**16
