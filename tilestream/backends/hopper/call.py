@@ -83,6 +83,11 @@ class Facts:
     group: int = 1
     is_float32: bool = False
 
+    @property
+    def of_consumer(self) -> Facts:
+        """The facts of a consumer's rows."""
+        return replace(self, block_m=self.rows)
+
 
 class FeatureTensors(NamedTuple):
     """What only some calls have; None elsewhere. Names here and in `Numbers` are those of `triton.call`."""
@@ -92,11 +97,6 @@ class FeatureTensors(NamedTuple):
     sinks: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
-
-    @property
-    def of_consumer(self) -> Facts:
-        """The facts of a consumer's rows."""
-        return replace(self, block_m=self.rows)
 
 
 class Numbers(NamedTuple):
