@@ -24,9 +24,10 @@ _TARGET = GPUTarget("cuda", 90, 32)
 _BANDS = {"full": Band(None, None), "causal": Band(None, 0), "window": Band(300, 20), "left": Band(300, None)}
 
 
-def compiled(band: str, dtype: str, head_dim: int, head_dim_v: int) -> dict[str, Any]:
-    """What the kernel of a call uses; bytes of spills are of a thread."""
-    problem = Problem.dense(
+def problem_of(band: str, features: str, dtype: str, head_dim: int, head_dim_v: int) -> Problem:
+    """A call; `features` are names with a plus between them."""
+    names = features.split("+")
+    dense = Problem.dense(
         batch=2,
         seqlen_q=8192,
         num_heads_q=8,
@@ -35,10 +36,23 @@ def compiled(band: str, dtype: str, head_dim: int, head_dim_v: int) -> dict[str,
         head_dim_v=head_dim_v,
         dtype=getattr(torch, dtype),
         device_type="cuda",
-        spec=AttentionSpec(band=_BANDS[band], scale=0.1),
+        spec=AttentionSpec(
+            band=_BANDS[band],
+            scale=0.1,
+            softcap=20.0 if "softcap" in names else 0.0,
+            has_alibi="alibi" in names,
+            has_bias="bias" in names,
+            has_sinks="sinks" in names,
+        ),
     )
+    return dense.packed([8192, 100], [8192, 100]) if "packed" in names else dense
+
+
+def compiled(**row: Any) -> dict[str, Any]:
+    """What the kernel of a call uses; bytes of spills are of a thread."""
+    problem = problem_of(**row)
     facts = facts_of(problem, config_for(problem))
-    binary = triton.compile(source(facts, problem.dtype), target=_TARGET, options=OPTIONS)
+    binary = triton.compile(source(facts, problem.dtype, problem.dtype), target=_TARGET, options=OPTIONS)
     return {"shared": binary.metadata.shared, "shared_limit": SHARED_BYTES, **_nvidia_uses(binary.asm["cubin"])}
 
 

@@ -40,10 +40,17 @@ class CaseInputs:
     def run(self, backend: str) -> tuple[AttentionOutput, dict[str, Tensor]]:
         """The library's result and gradients."""
         leaves = {name: leaf.detach().requires_grad_() for name, leaf in self.leaves.items()}
+        result = self._result(leaves, backend)
+        return result, self._backward(result, leaves)
+
+    def forward(self, backend: str) -> AttentionOutput:
+        """The library's result, of leaves that need no gradients."""
+        return self._result(self.leaves, backend)
+
+    def _result(self, leaves: dict[str, Tensor], backend: str) -> AttentionOutput:
         call = tilestream.attention_with_lse if self.cu_seqlens is None else tilestream.attention_varlen_with_lse
         deterministic = {"deterministic": True} if self.case.deterministic else {}
-        result = self._call(call, leaves, backend=backend, **deterministic)
-        return result, self._backward(result, leaves)
+        return self._call(call, leaves, backend=backend, **deterministic)
 
     def oracle(
         self, dtype: torch.dtype, cotangents: tuple[Tensor, Tensor] | None = None

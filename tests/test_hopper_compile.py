@@ -5,6 +5,7 @@ Gluon has no interpreter: what the kernels compute is checked on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from tilestream.backends import hopper
-from tilestream.backends.hopper.call import block_of, readable, tma_strides
+from tilestream.backends.hopper.call import block_of, packed_layout, readable, readable_bias, tma_strides
 from tilestream.problem import Problem
 from tilestream.spec import AttentionSpec, Band
 
@@ -31,6 +32,7 @@ class Row(NamedTuple):
     """The kernel of one kind of call."""
 
     band: str
+    features: str  # with a plus between them
     dtype: str
     head_dim: int
     head_dim_v: int
@@ -40,14 +42,29 @@ class Row(NamedTuple):
         return "-".join(map(str, self))
 
 
+_WIDTHS = (64, 128, 256)
+_EVERYTHING = "softcap+alibi+bias+sinks+packed"
+# Kinds of calls, of which each has other code in the loop; the window has most of a mask.
+_KINDS = (
+    *((band, "") for band in ("full", "causal", "window", "left")),
+    ("full", "packed"),
+    ("causal", "packed"),
+    ("causal", "softcap"),
+    ("causal", "bias"),
+    ("window", "softcap"),
+    ("window", "alibi"),
+    ("window", "sinks+packed"),
+    ("window", "softcap+alibi+sinks+packed"),
+    ("causal", _EVERYTHING),
+    ("window", _EVERYTHING),
+)
 # A kernel takes 3 to 8 seconds. Widths are all that dispatch can choose; float16 differs in nothing but names.
 ROWS = [
-    *(
-        Row(band, "bfloat16", d, d)
-        for d, band in itertools.product((64, 128, 256), ("full", "causal", "window", "left"))
-    ),
-    *(Row("causal", "bfloat16", d, e) for d, e in itertools.permutations((64, 128, 256), 2)),
-    *(Row("causal", "float16", d, d) for d in (64, 128, 256)),
+    *(Row(*kind, "bfloat16", d, d) for d, kind in itertools.product(_WIDTHS, _KINDS)),
+    *(Row("causal", "", "bfloat16", d, e) for d, e in itertools.permutations(_WIDTHS, 2)),
+    *(Row("causal", "alibi", "bfloat16", d, d) for d in (64, 128)),
+    *(Row("window", _EVERYTHING, "bfloat16", d, e) for d, e in ((64, 128), (256, 64))),
+    Row("causal", "", "float16", 128, 128),
 ]
 
 
@@ -92,9 +109,8 @@ def test_rows_are_all_widths() -> None:
 
 
 def _problem(**changes: Any) -> Problem:
-    spec = {
-        name: changes.pop(name) for name in ("band", "scale", "softcap", "has_bias", "has_sinks") if name in changes
-    }
+    names = {field.name for field in dataclasses.fields(AttentionSpec)} & changes.keys()
+    spec = {name: changes.pop(name) for name in names}
     sizes = {"batch": 2, "seqlen_q": 1024, "num_heads_q": 16, "head_dim": 128, "dtype": torch.bfloat16, **changes}
     return Problem.dense(device_type="cuda", spec=AttentionSpec(**{"scale": 0.1, **spec}), **sizes)
 
@@ -106,8 +122,8 @@ def _problem(**changes: Any) -> Problem:
         ({"band": Band(None, 0), "num_heads_kv": 4, "seqlen_k": 1, "head_dim": 8, "head_dim_v": 256}, None),
         ({"band": Band(10, -3), "seqlen_q": 1, "batch": 64, "dtype": torch.float16}, None),
         ({"dtype": torch.float32}, "float32"),
-        ({"softcap": 3.0, "has_bias": True}, "softcap, bias not served yet"),
-        ({"has_sinks": True}, "sinks"),
+        ({"softcap": 3.0, "has_bias": True, "has_alibi": True, "has_sinks": True, "deterministic": True}, None),
+        ({"dropout_p": 0.1}, "dropout"),
         ({"head_dim": 264}, "above 256"),
         ({"head_dim_v": 60}, "multiple of 8"),
         ({"scale": 0.0}, "not positive"),
@@ -122,8 +138,13 @@ def test_refuses_what_it_cannot_run(changes: dict[str, Any], words: str | None) 
     assert reason is None if words is None else words in (reason or "")
 
 
-def test_refuses_packed_calls_and_other_devices() -> None:
-    assert "packed" in (hopper._problem_reason(_problem().packed([5, 7], [5, 7]), 132) or "")
+def test_refuses_packed_calls_without_tokens() -> None:
+    assert hopper._problem_reason(_problem().packed([5, 0, 7], [5, 3, 0]), 132) is None
+    for lengths in (([], []), ([0], [5]), ([5], [0])):
+        assert "no queries or no keys" in (hopper._problem_reason(_problem().packed(*lengths), 132) or "")
+
+
+def test_refuses_other_devices() -> None:
     cpu = Problem.dense(seqlen_q=8, num_heads_q=1, head_dim=64, dtype=torch.bfloat16)
     assert "not on cpu" in (hopper.BACKEND.supports(cpu) or "")
 
@@ -143,3 +164,25 @@ def test_reads_in_place_what_tma_takes_and_copies_the_rest() -> None:
         assert copy.data_ptr() % 16 == 0
         assert torch.equal(copy, x)
     assert tma_strides((1, 40, 1, 8), (0, 64, 3, 1)) == (320, 64, 8, 1)
+
+
+@pytest.mark.parametrize(("start", "length", "token"), [(0, 700, 0), (300, 77, 64), (999, 1, 0), (500, 0, 192)])
+def test_places_in_packed_tensors_are_where_tokens_are(start: int, length: int, token: int) -> None:
+    """The arithmetic of `places.py`: what TMA makes of a place, and which tokens it takes for ones."""
+    total, step = 1000, 3 * 64
+    shape, strides = packed_layout((total, 3, 64), (step, 64, 1))
+    place = (2**30, start + length, 2**30 - length + token)
+    address = sum(index * stride * 2 for index, stride in zip(place, strides, strict=False)) % 2**64
+    assert address == (start + token) * step * 2
+    assert (place[2] < shape[2]) == (token < length)
+    assert all(index < size < 2**31 for index, size in zip(place[:2], shape, strict=False))
+    assert all(0 < stride * 2 < 2**40 and stride * 2 % 16 == 0 for stride in strides[:-1])
+
+
+def test_bias_is_read_in_place_where_its_keys_are_side_by_side() -> None:
+    bias = torch.randn(2, 3, 5, 7)
+    for x in (bias, bias[:1, :, :, 2:6], bias[..., :1], bias[:, :, :1].expand(2, 3, 9, 7), bias.transpose(1, 2)):
+        assert readable_bias(x) is x
+    keys_first = bias.transpose(2, 3)
+    assert readable_bias(keys_first).is_contiguous()
+    assert torch.equal(readable_bias(keys_first), keys_first)

@@ -1,4 +1,4 @@
-"""Warp-specialised forward for Hopper, written in Gluon: dense 16-bit calls with or without a band.
+"""Warp-specialised forward for Hopper, written in Gluon: 16-bit calls with every feature but dropout.
 
 The backward is the Triton backend's: (out, lse) mean the same in both.
 Importing this package does not import Triton; running a call does.
@@ -36,7 +36,7 @@ _CAPABILITY = (9, 0)
 
 
 class HopperBackend:
-    """Dense float16 and bfloat16 calls with at most a band; everything else is the Triton backend's."""
+    """float16 and bfloat16 calls without dropout; everything else is the Triton backend's."""
 
     name = "hopper"
 
@@ -84,22 +84,20 @@ def _problem_reason(problem: Problem, num_processors: int) -> str | None:
     """Why the kernel cannot run a call, or should not."""
     spec = problem.spec
     widths = problem.head_dim, problem.head_dim_v
-    features = [name for name in spec.features() if name not in ("causal", "window", "deterministic")]
-    if problem.layout != "dense":
-        return "packed sequences are not served yet"
     if problem.dtype not in _DTYPES:
         return f"dtype {problem.dtype} is neither float16 nor bfloat16"
-    if features:
-        return f"{', '.join(features)} not served yet"
+    if spec.dropout_p > 0:
+        return "dropout is served by the Triton backend"
     if max(widths) > _LARGEST_HEAD_DIM:
         return f"head_dim {max(widths)} is above {_LARGEST_HEAD_DIM}"
     if any(width % _HEAD_DIM_UNIT for width in widths):
         return f"head_dim {widths[0]} or head_dim_v {widths[1]} is no multiple of {_HEAD_DIM_UNIT}"
     if not _SCALES[0] <= spec.scale <= _SCALES[1]:
         return f"scale {spec.scale} is not positive, or extreme"
-    if min(problem.batch, problem.seqlen_q, problem.seqlen_k) < 1:
+    if min(problem.batch, problem.total_q, problem.total_k) < 1:
         return "it has no queries or no keys"
-    if max(problem.total_q, problem.total_k, problem.batch * problem.seqlen_q * problem.num_heads_q) > _MOST_ROWS:
+    # Of a packed call a sequence has a tile, whatever its length.
+    if max(problem.total_k, (problem.total_q + problem.batch) * problem.num_heads_q) > _MOST_ROWS:
         return "it has more than 2**28 rows of queries or keys"
     if num_splits(problem, triton_config_for("forward", problem), num_processors)[0] > 1:
         return "a few rows over many keys are faster with the keys split"

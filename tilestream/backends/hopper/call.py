@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,11 +18,15 @@ __all__ = [
     "Config",
     "Facts",
     "Numbers",
+    "Others",
     "block_of",
     "config_for",
+    "configs_for",
     "facts_of",
     "numbers_of",
+    "packed_layout",
     "readable",
+    "readable_bias",
     "tma_strides",
 ]
 
@@ -33,6 +36,12 @@ ALIGNMENT = 16
 # Half of Hopper's L2 cache.
 _CACHED_BYTES = 24 << 20
 _HEADS_TOGETHER = 16
+
+# Of dimensions of packed tensors: no end, one that `places.py` knows, and a multiple of what addresses wrap at.
+_LONGEST = 0x7FFF0000
+_NUM_TOKENS = 2**30
+_WRAP = 2**64
+
 
 # Of a program on Hopper.
 SHARED_BYTES = 227 << 10
@@ -68,8 +77,18 @@ class Facts:
     flags: bool
     is_dynamic: bool
     shares_q: bool
-    # Of `triton.tiles.key_ranges`: rows are not packed here.
+    is_varlen: bool = False
+    has_softcap: bool = False
+    has_alibi: bool = False
+    has_bias: bool = False
+    # Of the bias from key to key; 0 where it is the same for all.
+    bias_step: int = 1
+    has_sinks: bool = False
+    # Whether scores stay dot products, whose scale goes into the argument of the exponential.
+    folds_scale: bool = True
+    # Of the functions of `backends/triton/` that kernels call: rows are not packed here, and inputs have 16 bits.
     group: int = 1
+    is_float32: bool = False
 
     @property
     def of_consumer(self) -> Facts:
@@ -77,8 +96,21 @@ class Facts:
         return replace(self, block_m=self.rows)
 
 
+class Others(NamedTuple):
+    """Tensors without rows, of which most calls have few. Names here and in `Numbers` are those of `triton.call`."""
+
+    lse: Tensor | None = None
+    flags: Tensor | None = None
+    counter: Tensor | None = None  # of the row tiles that are taken, where a schedule is dynamic
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
 class Numbers(NamedTuple):
-    """Sizes and factors. The names that `triton.tiles.key_ranges` reads are those of its `Sequence`."""
+    """Sizes and factors."""
 
     num_units: int  # row tiles of all heads
     num_row_tiles: int
@@ -92,6 +124,17 @@ class Numbers(NamedTuple):
     left_edge: int
     right_edge: int
     scale_log2: float
+    batch: int
+    total_q: int
+    total_k: int
+    num_steps: int
+    left: int
+    right: int
+    shift: int
+    softcap_in: float
+    softcap_out: float
+    slopes_stride: int = 0
+    bias_strides: tuple[int, ...] = (0, 0, 0)  # of batch, head and query
 
 
 # By the larger head dimension on chip.
@@ -101,20 +144,54 @@ _CONFIGS = {
     256: Config(128, 64, num_consumers=2, num_stages=2, registers=240, takes_turns=False),
 }
 
+# Of head dimensions up to 64, for queries that do not fill the tiles above.
+_SHORT_CONFIG = Config(128, 128, num_consumers=2, num_stages=4, registers=240, takes_turns=False, keeps_max=False)
+_MOST_PADDED = 1.08
+
+# What stands between the dot products and the softmax takes registers.
+_RICH_CONFIGS = {
+    64: Config(128, 128, num_consumers=2, num_stages=4, registers=240),
+    128: Config(128, 128, num_consumers=2, num_stages=2, registers=240),
+    256: Config(128, 64, num_consumers=2, num_stages=2, registers=240),
+}
+_RICHEST_CONFIGS = {
+    64: _RICH_CONFIGS[64],
+    128: Config(128, 64, num_consumers=2, num_stages=3, registers=240),
+    256: Config(128, 32, num_consumers=2, num_stages=3, registers=240),
+}
+
 
 def block_of(width: int) -> int:
     """A head dimension as it is on chip."""
     return max(64, 1 << (width - 1).bit_length())
 
 
+def configs_for(problem: Problem) -> tuple[Config, ...]:
+    """The tiles that calls like this one have at one length or another: the first those of most."""
+    spec, width = problem.spec, max(block_of(problem.head_dim), block_of(problem.head_dim_v))
+    if _folds_scale(problem):
+        return (_CONFIGS[width], _SHORT_CONFIG) if width == 64 else (_CONFIGS[width],)
+    is_richest = spec.has_bias or (spec.has_alibi and spec.band.left is not None)
+    return ((_RICHEST_CONFIGS if is_richest else _RICH_CONFIGS)[width],)
+
+
 def config_for(problem: Problem) -> Config:
-    """The tiles of a call; they depend on no length, so that a changed length compiles nothing."""
-    return _CONFIGS[max(block_of(problem.head_dim), block_of(problem.head_dim_v))]
+    """The tiles of a call: the shorter ones where the last of the longer ones would be empty for the most part."""
+    *_, shorter = configs = configs_for(problem)
+    seqlen_q = problem.seqlen_q if problem.layout == "dense" else problem.total_q // max(1, problem.batch)
+    padded, least = (-(-seqlen_q // config.block_m) * config.block_m for config in (configs[0], shorter))
+    return shorter if padded > _MOST_PADDED * least else configs[0]
 
 
-def facts_of(problem: Problem, config: Config) -> Facts:
-    """The facts of a call."""
-    band = problem.spec.band
+def _folds_scale(problem: Problem) -> bool:
+    """Whether nothing but the scale stands between the dot products and the softmax."""
+    spec = problem.spec
+    return spec.softcap == 0 and not spec.has_alibi and not spec.has_bias
+
+
+def facts_of(problem: Problem, config: Config, bias_step: int = 1) -> Facts:
+    """The facts of a call; `bias_step` is the stride of its bias from key to key."""
+    spec, band = problem.spec, problem.spec.band
     block_d, block_dv = block_of(problem.head_dim), block_of(problem.head_dim_v)
     return Facts(
         config=config,
@@ -126,10 +203,17 @@ def facts_of(problem: Problem, config: Config) -> Facts:
         has_left=band.left is not None,
         has_right=band.right is not None,
         # Where nothing can be hidden, nothing hidden can get in.
-        flags=not band.is_unlimited,
-        # Without a band all tiles take as long.
-        is_dynamic=not band.is_unlimited,
+        flags=not band.is_unlimited or spec.has_bias,
+        # Without a band all tiles of a dense call take as long.
+        is_dynamic=not band.is_unlimited or problem.layout == "varlen",
         shares_q=_shared_bytes(config, block_d, block_dv) > SHARED_BYTES,
+        is_varlen=problem.layout == "varlen",
+        has_softcap=spec.softcap > 0,
+        has_alibi=spec.has_alibi,
+        has_bias=spec.has_bias,
+        bias_step=bias_step,
+        has_sinks=spec.has_sinks,
+        folds_scale=_folds_scale(problem),
     )
 
 
@@ -143,20 +227,19 @@ def _shared_bytes(config: Config, block_d: int, block_dv: int) -> int:
 def numbers_of(problem: Problem, block_m: int) -> Numbers:
     """The numbers of a call."""
     sizes = sizes_of(problem)
-    num_row_tiles = -(-problem.seqlen_q // block_m)
-    num_sides = problem.num_heads_q * problem.batch
+    num_row_tiles, num_sides = -(-problem.seqlen_q // block_m), problem.num_heads_q * problem.batch
+    if problem.layout == "varlen":
+        # See `triton.tiles._search`.
+        num_row_tiles, num_sides = problem.total_q // block_m + problem.batch + 1, problem.num_heads_q
+    same = {name: getattr(sizes, name) for name in Numbers._fields if name in sizes._fields}
     return Numbers(
+        **same,
         num_units=num_row_tiles * num_sides,
         num_row_tiles=num_row_tiles,
         num_sides=num_sides,
         num_together=_num_together(problem, num_sides),
         num_heads=problem.num_heads_q,
         group=problem.group,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        left_edge=sizes.left_edge,
-        right_edge=sizes.right_edge,
-        scale_log2=problem.spec.scale * math.log2(math.e),
     )
 
 
@@ -167,8 +250,9 @@ def _num_together(problem: Problem, num_sides: int) -> int:
     """
     if problem.spec.band.is_unlimited:
         return 1
+    num_keys = problem.total_k if problem.layout == "varlen" else problem.seqlen_k
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    cached = _CACHED_BYTES * problem.group // max(1, problem.seqlen_k * row_bytes)
+    cached = _CACHED_BYTES * problem.group // max(1, num_keys * row_bytes)
     num_groups = -(-num_sides // max(cached, _HEADS_TOGETHER))
     return -(-num_sides // num_groups)
 
@@ -189,3 +273,19 @@ def tma_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, 
     """Strides as TMA takes them: that of a dimension of size 1 may be anything in a tensor."""
     given = zip(shape, strides, contiguous_strides(shape), strict=True)
     return tuple(fallback if size == 1 else stride for size, stride, fallback in given)
+
+
+def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides that describe a packed tensor to TMA in the way of `places.py`.
+
+    Args:
+        strides: what `tma_strides` returns.
+    """
+    _, *sizes = shape
+    token, *others = strides
+    return (_LONGEST, _LONGEST, _NUM_TOKENS, *sizes), (_WRAP // _NUM_TOKENS - token, token, token, *others)
+
+
+def readable_bias(bias: Tensor) -> Tensor:
+    """`bias`, or a copy where its keys are not side by side."""
+    return bias if bias.shape[-1] == 1 or bias.stride(-1) in (0, 1) else bias.contiguous()

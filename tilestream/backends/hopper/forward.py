@@ -44,7 +44,11 @@ from tilestream.backends.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilestream.backends.triton.tiles import is_partial, key_ranges
+from tilestream.backends.hopper.places import key_place, numbers_at, row_place
+from tilestream.backends.hopper.schedule import fetch, following, own_keys, place_of, publish
+from tilestream.backends.hopper.score import Rows, head_sink, head_slope, masked, scores
+from tilestream.backends.hopper.softmax import lane_sums, rescaled, scaled, softmax
+from tilestream.backends.triton.tiles import is_partial
 
 __all__ = ["forward_kernel"]
 
@@ -68,129 +72,47 @@ class Shared(NamedTuple):
     unit_empty: Any
 
 
-class Place(NamedTuple):
-    """A tile: its first row, whose it is, and where its last key tile ends."""
-
-    m_start: Any
-    head: Any
-    batch: Any
-    hi: Any
-
-
 @jit
-def _locate(unit, numbers, facts: gl.constexpr):
-    """A row tile, and its number of steps: one at least, so that rows which see no key need no path of their own.
-
-    Some heads at a time, so that their K and V stay in the L2 cache; the longest tiles of these first.
-    """
-    first = unit // (numbers.num_row_tiles * numbers.num_together) * numbers.num_together
-    num_together = gl.minimum(numbers.num_sides - first, numbers.num_together)
-    rest = unit - first * numbers.num_row_tiles
-    m_block = rest // num_together
-    side = first + rest - m_block * num_together
-    if facts.has_right:
-        m_block = numbers.num_row_tiles - 1 - m_block
-    m_start = m_block * facts.block_m
-    ranges = key_ranges(m_start, numbers, facts)
-    num_steps = gl.maximum((ranges.hi - ranges.lo) // facts.block_n, 1)
-    hi = ranges.lo + num_steps * facts.block_n
-    batch = side // numbers.num_heads
-    return Place(m_start, side - batch * numbers.num_heads, batch, hi), num_steps
-
-
-@jit
-def _fetch(unit, counter, numbers, facts: gl.constexpr):
-    """The unit that a program turns to after this one: the next that nobody has, or every so-manyth."""
-    if facts.is_dynamic:
-        fetched = gl.atomic_add(counter, 1, sem="relaxed")
-        # Every program fetches until there are no more, so this is the last of all: ready for the next launch.
-        if fetched == numbers.num_units - 1:
-            gl.store(counter, 0)
-        return gl.num_programs(0) + fetched
-    else:
-        return unit + gl.num_programs(0)
-
-
-@jit
-def _publish(unit, tile, shared, facts: gl.constexpr):
-    """Tell the consumers what follows tile number `tile`."""
-    if facts.is_dynamic:
-        slot = tile & 1
-        mbarrier.wait(shared.unit_empty.index(slot), ((tile >> 1) & 1) ^ 1)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        shared.unit.index(slot).store(gl.full([1], 0, gl.int32, layout) + unit)
-        mbarrier.arrive(shared.unit_full.index(slot))
-
-
-@jit
-def _following(unit, tile, shared, facts: gl.constexpr):
-    """The unit that follows tile number `tile`."""
-    if facts.is_dynamic:
-        slot = tile & 1
-        mbarrier.wait(shared.unit_full.index(slot), (tile >> 1) & 1)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        unit = gl.max(shared.unit.index(slot).load(layout), 0)
-        mbarrier.arrive(shared.unit_empty.index(slot))
-        return unit
-    else:
-        return unit + gl.num_programs(0)
-
-
-@jit
-def _produce(q_desc, k_desc, v_desc, counter, shared, numbers, facts: gl.constexpr):
+def _produce(q_desc, k_desc, v_desc, shared, tensors, numbers, facts: gl.constexpr):
     """The producer warp: fill shared memory as it empties."""
     num_consumers: gl.constexpr = facts.config.num_consumers
     step = 0
     tile = 0
     unit = gl.program_id(0)
-    place, num_steps = _locate(unit, numbers, facts)
+    place, num_steps = place_of(unit, tensors, numbers, facts)
     next_unit = unit
     next_place = place
     next_num_steps = num_steps
     while unit < numbers.num_units:
-        batch = place.batch
-        head_kv = place.head // numbers.group
         n_start = place.hi - facts.block_n
         for index in range(num_steps):
             stage = step % facts.config.num_stages
             is_odd = (step // facts.config.num_stages) & 1
+            keys = key_place(n_start, place.sequence, facts)
             mbarrier.wait(shared.k_empty.index(stage), is_odd ^ 1)
             mbarrier.expect(shared.k_full.index(stage), k_desc.block_type.nbytes)
-            load_tile(k_desc, [batch, n_start, head_kv, 0], shared.k_full.index(stage), shared.k.index(stage))
+            load_tile(k_desc, keys, shared.k_full.index(stage), shared.k.index(stage))
             # After the first k, whose stage is empty before consumers are done with the last q.
             if index == 0:
                 for c in gl.static_range(num_consumers):
                     mbarrier.wait(shared.q_empty.index(c), (tile & 1) ^ 1)
                     mbarrier.expect(shared.q_full.index(c), q_desc.block_type.nbytes)
-                    m_first = place.m_start + c * facts.rows
-                    load_tile(q_desc, [batch, m_first, place.head, 0], shared.q_full.index(c), shared.q.index(c))
+                    rows = row_place(place.m_start + c * facts.rows, place.head, place.sequence, facts)
+                    load_tile(q_desc, rows, shared.q_full.index(c), shared.q.index(c))
             mbarrier.wait(shared.v_empty.index(stage), is_odd ^ 1)
             mbarrier.expect(shared.v_full.index(stage), v_desc.block_type.nbytes)
-            load_tile(v_desc, [batch, n_start, head_kv, 0], shared.v_full.index(stage), shared.v.index(stage))
+            load_tile(v_desc, keys, shared.v_full.index(stage), shared.v.index(stage))
             # Now, because stages have to empty before what is next can be loaded.
             if index == 0:
-                next_unit = _fetch(unit, counter, numbers, facts)
-                _publish(next_unit, tile, shared, facts)
-                next_place, next_num_steps = _locate(next_unit, numbers, facts)
+                next_unit = fetch(unit, tensors, numbers, facts)
+                publish(next_unit, tile, shared, facts)
+                next_place, next_num_steps = place_of(next_unit, tensors, numbers, facts)
             n_start -= facts.block_n
             step += 1
         tile += 1
         unit = next_unit
         place = next_place
         num_steps = next_num_steps
-
-
-@jit
-def _own(place, num_steps, c: gl.constexpr, numbers, facts: gl.constexpr):
-    """(ranges of consumer c's rows, how many of the tile's first steps show it nothing: never all)."""
-    of_consumer: gl.constexpr = facts.of_consumer
-    m_first = place.m_start + c * facts.rows
-    ranges = key_ranges(m_first, numbers, of_consumer)
-    hi = ranges.hi
-    # Nobody stores the results of rows that are none.
-    if m_first >= numbers.seqlen_q:
-        hi = 0
-    return ranges, gl.minimum(gl.maximum(place.hi - hi, 0) // facts.block_n, num_steps - 1)
 
 
 @jit
@@ -204,126 +126,6 @@ def _await_turn(c: gl.constexpr, turns, exists, shared, facts: gl.constexpr):
 def _end_turn(c: gl.constexpr, exists, shared, facts: gl.constexpr):
     if facts.config.takes_turns:
         mbarrier.arrive(shared.turn.index((c + 1) % facts.config.num_consumers), pred=exists)
-
-
-@jit
-def _masked(s_mn, i, n_start, numbers, facts: gl.constexpr):
-    """Scores with -inf where the band or the end of the keys hides them.
-
-    Key 8 a + 2 b + c of a tile lies in lane b of four and, in that thread, at a place that follows from a and c: these
-    two are constants of the instructions, and no thread holds the numbers of its keys in registers.
-    """
-    rows: gl.constexpr = s_mn.shape[0]
-    eighths: gl.constexpr = facts.block_n // 8
-    wide = s_mn.reshape([rows, eighths, 4, 2])
-    layout: gl.constexpr = wide.type.layout
-    a = gl.arange(0, eighths, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    b = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    c = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    i = gl.convert_layout(i, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    j = 8 * a[None, :, None, None] + c[None, None, None, :]
-    start = n_start + 2 * b[None, None, :, None]
-    # Opaque: without a band all of this is the same in every tile, and 64 predicates would be kept in registers.
-    last = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [i * 0 + (numbers.seqlen_k - 1)], dtype=gl.int32, is_pure=False, pack=1
-    )
-    if facts.has_right:
-        last = gl.minimum(last, i + numbers.right_edge)
-    visible = j <= last[:, None, None, None] - start
-    if facts.has_left:
-        visible = visible & (j >= (i + numbers.left_edge)[:, None, None, None] - start)
-    return gl.convert_layout(gl.where(visible, wide, float("-inf")).reshape(s_mn.shape), s_mn.type.layout)
-
-
-# 2**n times a polynomial in f of x = n + f, n whole: 1.5 * 2**23 added leaves n in the last bits of a number.
-_POLYNOMIAL = gl.constexpr(
-    """
-    {
-    .reg .f32 x, r, f;
-    .reg .b32 n, y;
-    ex2.approx.ftz.f32 $0, $4;
-    ex2.approx.ftz.f32 $1, $5;
-    ex2.approx.ftz.f32 $2, $6;
-    max.ftz.f32 x, $7, 0fC2FC0000;
-    add.rn.ftz.f32 r, x, 0f4B400000;
-    sub.rn.ftz.f32 f, r, 0f4B400000;
-    sub.rn.ftz.f32 f, x, f;
-    fma.rn.ftz.f32 x, f, 0f3C1D0165, 0f3D64FE23;
-    fma.rn.ftz.f32 x, x, f, 0f3E7601BC;
-    fma.rn.ftz.f32 x, x, f, 0f3F317096;
-    fma.rn.ftz.f32 x, x, f, 0f3F800000;
-    mov.b32 n, r;
-    shl.b32 n, n, 23;
-    mov.b32 y, x;
-    add.s32 n, y, n;
-    mov.b32 $3, n;
-    }
-    """
-)
-
-
-# Registers of `acc` that one branch guards. Of a thread's, four by four, two are of one row and two of another.
-_RESCALE_PACK = gl.constexpr(32)
-_RESCALE = gl.constexpr(
-    "{ .reg .pred p; setp.neu.f32 p, $64, 0f3F800000; setp.neu.or.f32 p, $66, 0f3F800000, p;"
-    " vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni KEPT; "
-    + " ".join(f"mul.rn.f32 ${i}, ${i}, ${64 + i};" for i in range(32))
-    + " KEPT: }"
-)
-_RESCALE_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
-
-
-@jit
-def _exp2(x, facts: gl.constexpr):
-    """2**x for x <= 8. With `splits_exp2` every fourth by a polynomial of degree 4 (relative error 3e-6), because
-    the unit for the others takes 16 numbers a clock, an eighth of what multiplies and adds.
-    """
-    if facts.config.splits_exp2:
-        return gl.inline_asm_elementwise(
-            _POLYNOMIAL, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4
-        )
-    else:
-        return gl.exp2(x)
-
-
-@jit
-def _lane_sums(p_mn, facts: gl.constexpr):
-    """Sums of what every thread holds of a row: four threads share one, and add up after the last tile."""
-    rows: gl.constexpr = p_mn.shape[0]
-    return gl.sum(gl.sum(p_mn.reshape([rows, facts.block_n // 8, 4, 2]), 3), 1)
-
-
-@jit
-def _scaled(x, factor):
-    """Rows of `x` times their factors."""
-    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
-
-
-@jit
-def _softmax(s_mn, row_max, numbers, facts: gl.constexpr):
-    """(p_mn, its `_lane_sums`, new maxima, factors that rescale what was summed before)."""
-    new_max = gl.maximum(row_max, gl.max(s_mn, 1) * numbers.scale_log2)
-    # A maximum that grows by little stays: the weights are then at most 2**8, and nothing needs to be rescaled.
-    if facts.config.keeps_max:
-        new_max = gl.where(new_max - row_max > 8.0, new_max, row_max)
-    # A row that has seen no key yet: exp2(-inf - 0) = 0, not NaN.
-    finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p_mn = _exp2(s_mn * numbers.scale_log2 - finite_max[:, None], facts)
-    alpha = gl.exp2(row_max - finite_max)
-    return p_mn, _lane_sums(p_mn, facts), new_max, alpha
-
-
-@jit
-def _rescaled(acc, alpha, facts: gl.constexpr):
-    """acc times alpha; nothing at all in a warp whose factors are all 1."""
-    if facts.config.keeps_max:
-        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-        alpha, acc = gl.broadcast(alpha, acc)
-        return gl.inline_asm_elementwise(
-            _RESCALE, _RESCALE_OPERANDS, [acc, alpha], dtype=gl.float32, is_pure=True, pack=_RESCALE_PACK
-        )
-    else:
-        return _scaled(acc, alpha)
 
 
 @jit
@@ -362,31 +164,50 @@ def _first_scores(tile, step, turns, exists, c: gl.constexpr, shared, facts: gl.
 
 
 @jit
-def _finish(acc, row_sum, row_max, place, c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.constexpr):
-    """Store out, lse and the flags of a tile's rows; (M), 1 where a row is flagged."""
-    dtype: gl.constexpr = out_desc.dtype
-    row_layout: gl.constexpr = row_max.type.layout
-    m_first = place.m_start + c * facts.rows
-    i = m_first + gl.arange(0, facts.rows, layout=row_layout)
-    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
+def _totals(row_max, row_sum, place, tensors, numbers, facts: gl.constexpr):
+    """(lse_log2, what acc is multiplied with) of rows whose `lane_sums` are `row_sum`.
+
+    A sink is one more key, whose value is 0: it is added here, so that the loop knows nothing of it.
+    """
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    factor = 1.0
+    if facts.has_sinks:
+        sink = head_sink(place.head, place.sequence, tensors, numbers)
+        new_max = gl.maximum(row_max, sink)
+        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+        factor = gl.exp2(row_max - finite_max)
+        row_sum = row_sum * factor + gl.exp2(sink - finite_max)
+        row_max = new_max
     lse_log2 = gl.where(row_sum == 0.0, float("-inf"), row_max + gl.log2(row_sum))
-    acc = _scaled(acc, gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum))
-    places = (place.batch * numbers.num_heads + place.head).to(gl.int64) * numbers.seqlen_q + i
-    gl.store(lse + places, lse_log2 * 0.6931471805599453, i < numbers.seqlen_q)
+    return lse_log2, gl.where(row_sum == 0.0, 0.0, factor / row_sum)
+
+
+@jit
+def _finish(
+    acc, row_sum, row_max, place, c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.constexpr
+):  # fmt: skip
+    """Store out, lse and the flags of a tile's rows; (M), 1 where a row is flagged."""
+    m_first = place.m_start + c * facts.rows
+    i = m_first + gl.arange(0, facts.rows, layout=row_max.type.layout)
+    are_inside = i < place.sequence.seqlen_q
+    lse_log2, weight = _totals(row_max, row_sum, place, tensors, numbers, facts)
+    acc = scaled(acc, weight)
+    at = numbers_at(i, place.head, place.sequence, numbers, facts)
+    gl.store(tensors.lse + at, lse_log2 * 0.6931471805599453, are_inside)
     are_flagged = i * 0
     if facts.flags:
         # 0 times a number is 0 unless that is not finite.
-        is_bad = gl.convert_layout(gl.sum(acc * 0.0, 1), row_layout) != 0.0
-        are_flagged = (is_bad & (i < numbers.seqlen_q)).to(gl.int32)
+        is_bad = gl.convert_layout(gl.sum(acc * 0.0, 1), i.type.layout) != 0.0
+        are_flagged = (is_bad & are_inside).to(gl.int32)
         num_flaggers = facts.config.num_consumers * gl.num_programs(0)
-        gl.store(flags + num_flaggers + places, are_flagged, i < numbers.seqlen_q)
+        gl.store(tensors.flags + num_flaggers + at, are_flagged, are_inside)
     # The store before has read what the next one writes.
     if not facts.shares_q:
         store_wait(0)
     out_m = shared.out.index(c)
-    out_m.reshape([facts.rows, facts.block_dv]).store(acc.to(dtype))
+    out_m.reshape([facts.rows, facts.block_dv]).store(acc.to(out_desc.dtype))
     fence_async_shared()
-    store_tile(out_desc, [place.batch, m_first, place.head, 0], out_m)
+    store_tile(out_desc, row_place(m_first, place.head, place.sequence, facts), out_m)
     if facts.shares_q:
         store_wait(0)
         mbarrier.arrive(shared.q_empty.index(c))
@@ -432,20 +253,23 @@ def _add_values(p_mn, acc, step, shared, facts: gl.constexpr):
 
 
 @jit
-def _fold(s_mn, row_sum, row_max, acc, i, steps, shared, numbers, facts: gl.constexpr):
+def _fold(s_mn, row_sum, row_max, acc, rows, steps, shared, tensors, numbers, facts: gl.constexpr):
     """(row_sum, row_max, acc) with a PARTIAL key tile, with nothing beside it."""
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    s_mn = _masked(s_mn, i, steps.n_start, numbers, facts)
-    p_mn, new_sum, row_max, alpha = _softmax(s_mn, row_max, numbers, facts)
+    s_mn = scores(s_mn, rows, steps.n_start, tensors, numbers, facts)
+    s_mn = masked(s_mn, rows, steps.n_start, facts)
+    p_mn, new_sum, row_max, alpha = softmax(s_mn, row_max, numbers, facts)
     p_mn = gl.convert_layout(p_mn.to(shared.v.dtype), p_layout)
-    acc = _add_values(p_mn, _rescaled(acc, alpha, facts), steps.step, shared, facts)
+    acc = _add_values(p_mn, rescaled(acc, alpha, facts), steps.step, shared, facts)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(shared.v_empty.index(steps.step % facts.config.num_stages))
-    return _scaled(row_sum, alpha) + new_sum, row_max, acc
+    return scaled(row_sum, alpha) + new_sum, row_max, acc
 
 
 @jit
-def _attend(p_mn, row_sum, row_max, acc, steps, num_steps, c: gl.constexpr, shared, numbers, facts: gl.constexpr):
+def _attend(
+    p_mn, row_sum, row_max, acc, rows, steps, num_steps, c: gl.constexpr, shared, tensors, numbers, facts: gl.constexpr
+):  # fmt: skip
     """(P, row_sum, row_max, acc, steps) after as many FULL key tiles, where the product with the last P is to come."""
     dtype: gl.constexpr = p_mn.dtype
     p_layout: gl.constexpr = p_mn.type.layout
@@ -455,6 +279,7 @@ def _attend(p_mn, row_sum, row_max, acc, steps, num_steps, c: gl.constexpr, shar
     q_m = shared.q.index(c).reshape([facts.rows, facts.block_d])
     for _ in range(num_steps):
         num_left -= 1
+        n_start -= facts.block_n
         stage = step % facts.config.num_stages
         is_odd = (step // facts.config.num_stages) & 1
         next_stage = (step + 1) % facts.config.num_stages
@@ -472,41 +297,43 @@ def _attend(p_mn, row_sum, row_max, acc, steps, num_steps, c: gl.constexpr, shar
         mbarrier.arrive(shared.k_empty.index(next_stage))
         if not facts.shares_q:
             mbarrier.arrive(shared.q_empty.index(c), pred=num_left == 0)
-        p_mn, new_sum, row_max, alpha = _softmax(s_mn, row_max, numbers, facts)
-        row_sum = _scaled(row_sum, alpha) + new_sum
+        s_mn = scores(s_mn, rows, n_start, tensors, numbers, facts)
+        p_mn, new_sum, row_max, alpha = softmax(s_mn, row_max, numbers, facts)
+        row_sum = scaled(row_sum, alpha) + new_sum
         # Here and not where it is needed: 64 registers less, and no spills with three consumers.
         p_mn = gl.convert_layout(p_mn.to(dtype), p_layout)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(shared.v_empty.index(stage))
-        acc = _rescaled(acc, alpha, facts)
+        acc = rescaled(acc, alpha, facts)
         step += 1
-    n_start -= num_steps * facts.block_n
     return p_mn, row_sum, row_max, acc, Steps(n_start, num_left, step, turns)
 
 
 @jit
-def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.constexpr):
+def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.constexpr):
     """A warpgroup of consumers: the rows of its share of each tile."""
-    rows: gl.constexpr = facts.rows
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_n, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_dv, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     tile = gl.to_tensor(0)
     unit = gl.program_id(0)
-    place, num_steps = _locate(unit, numbers, facts)
-    ranges, num_skipped = _own(place, num_steps, c, numbers, facts)
+    place, num_steps = place_of(unit, tensors, numbers, facts)
+    ranges, num_skipped = own_keys(place, num_steps, c, facts)
     n_start = place.hi - facts.block_n
     n_start, step, turns = _skip(num_skipped, n_start, gl.to_tensor(0), gl.to_tensor(0), c, shared, facts)
     s_mn = warpgroup_mma_wait(0, deps=[_first_scores(tile, step, turns, True, c, shared, facts)])
-    are_flagged = gl.full([rows], 0, gl.int32, row_layout)
+    are_flagged = gl.full([facts.rows], 0, gl.int32, row_layout)
     exists = True
     while exists:
         steps = Steps(n_start, num_steps - num_skipped - 1, step, turns + 1)
-        i = place.m_start + c * rows + gl.arange(0, rows, layout=row_layout)
-        acc = gl.full([rows, facts.block_dv], 0.0, gl.float32, acc_layout)
-        row_max = gl.full([rows], float("-inf"), gl.float32, row_layout)
-        row_sum = _lane_sums(gl.full([rows, facts.block_n], 0.0, gl.float32, s_layout), facts)
+        i = place.m_start + c * facts.rows + gl.arange(0, facts.rows, layout=row_layout)
+        # Not before the tile is known to exist: beyond the last one heads are any numbers.
+        slope = head_slope(place.head, place.sequence, tensors, numbers, facts)
+        rows = Rows(i, place.head, slope, place.sequence)
+        acc = gl.full([facts.rows, facts.block_dv], 0.0, gl.float32, acc_layout)
+        row_max = gl.full([facts.rows], float("-inf"), gl.float32, row_layout)
+        row_sum = lane_sums(gl.full([facts.rows, facts.block_n], 0.0, gl.float32, s_layout), facts)
         mbarrier.arrive(shared.k_empty.index(step % facts.config.num_stages))
         if not facts.shares_q:
             mbarrier.arrive(shared.q_empty.index(c), pred=steps.num_left == 0)
@@ -516,47 +343,48 @@ def _consume(c: gl.constexpr, out_desc, lse, flags, shared, numbers, facts: gl.c
         if facts.has_right:
             num_first = gl.minimum(gl.maximum(steps.n_start - ranges.full_hi, 0) // facts.block_n, steps.num_left)
             for _ in range(num_first):
-                row_sum, row_max, acc = _fold(s_mn, row_sum, row_max, acc, i, steps, shared, numbers, facts)
+                row_sum, row_max, acc = _fold(s_mn, row_sum, row_max, acc, rows, steps, shared, tensors, numbers, facts)
                 s_mn, steps = _scores(steps, c, shared, facts)
+        s_mn = scores(s_mn, rows, steps.n_start, tensors, numbers, facts)
         if is_partial(steps.n_start, ranges):
-            s_mn = _masked(s_mn, i, steps.n_start, numbers, facts)
-        p_mn, new_sum, row_max, alpha = _softmax(s_mn, row_max, numbers, facts)
+            s_mn = masked(s_mn, rows, steps.n_start, facts)
+        p_mn, new_sum, row_max, alpha = softmax(s_mn, row_max, numbers, facts)
         p_mn = gl.convert_layout(p_mn.to(shared.v.dtype), p_layout)
-        row_sum = _scaled(row_sum, alpha) + new_sum
+        row_sum = scaled(row_sum, alpha) + new_sum
         if num_first > 0:
-            acc = _rescaled(acc, alpha, facts)
+            acc = rescaled(acc, alpha, facts)
         num_full = steps.num_left
         if facts.has_left:
             num_full = gl.minimum(num_full, gl.maximum(steps.n_start - ranges.full_lo, 0) // facts.block_n)
         p_mn, row_sum, row_max, acc, steps = _attend(
-            p_mn, row_sum, row_max, acc, steps, num_full, c, shared, numbers, facts
+            p_mn, row_sum, row_max, acc, rows, steps, num_full, c, shared, tensors, numbers, facts
         )
         acc = _add_values(p_mn, acc, steps.step, shared, facts)
         # Now, because the product hides the divisions.
-        unit = _following(unit, tile, shared, facts)
-        next_place, num_steps = _locate(unit, numbers, facts)
-        next_ranges, num_skipped = _own(next_place, num_steps, c, numbers, facts)
+        unit = following(unit, tile, shared, facts)
+        next_place, num_steps = place_of(unit, tensors, numbers, facts)
+        next_ranges, num_skipped = own_keys(next_place, num_steps, c, facts)
         exists = unit < numbers.num_units
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(shared.v_empty.index(steps.step % facts.config.num_stages))
         if facts.has_left:
             for _ in range(steps.num_left):
                 s_mn, steps = _scores(steps, c, shared, facts)
-                row_sum, row_max, acc = _fold(s_mn, row_sum, row_max, acc, i, steps, shared, numbers, facts)
+                row_sum, row_max, acc = _fold(s_mn, row_sum, row_max, acc, rows, steps, shared, tensors, numbers, facts)
         tile += 1
         if facts.shares_q:
-            are_flagged |= _finish(acc, row_sum, row_max, place, c, out_desc, lse, flags, shared, numbers, facts)
+            are_flagged |= _finish(acc, row_sum, row_max, place, c, out_desc, shared, tensors, numbers, facts)
         num_next = gl.where(exists, num_skipped, 0)
         n_start = next_place.hi - facts.block_n
         n_start, step, turns = _skip(num_next, n_start, steps.step + 1, steps.turns, c, shared, facts)
         s_mn = _first_scores(tile, step, turns, exists, c, shared, facts)
         if not facts.shares_q:
-            are_flagged |= _finish(acc, row_sum, row_max, place, c, out_desc, lse, flags, shared, numbers, facts)
+            are_flagged |= _finish(acc, row_sum, row_max, place, c, out_desc, shared, tensors, numbers, facts)
         s_mn = warpgroup_mma_wait(0, deps=[s_mn])
         place = next_place
         ranges = next_ranges
     if facts.flags:
-        gl.store(flags + gl.program_id(0) * facts.config.num_consumers + c, gl.max(are_flagged, 0))
+        gl.store(tensors.flags + gl.program_id(0) * facts.config.num_consumers + c, gl.max(are_flagged, 0))
     store_wait(0)
 
 
@@ -569,17 +397,22 @@ def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 
 
 @jit
-def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, counter, numbers, facts: gl.constexpr):
+def _tiles(NUMBER: gl.constexpr, desc):
+    shape: gl.constexpr = [NUMBER] + desc.block_shape  # noqa: RUF005  # Triton knows no starred lists
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@jit
+def forward_kernel(q_desc, k_desc, v_desc, out_desc, tensors, numbers, facts: gl.constexpr):
     """out and lse of a call."""
-    dtype: gl.constexpr = q_desc.dtype
     n: gl.constexpr = facts.config.num_consumers
     stages: gl.constexpr = facts.config.num_stages
-    q = gl.allocate_shared_memory(dtype, [n, 1, facts.rows, 1, facts.block_d], q_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [facts.config.num_stages, 1, facts.block_n, 1, facts.block_d], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [facts.config.num_stages, 1, facts.block_n, 1, facts.block_dv], v_desc.layout)
+    q = _tiles(n, q_desc)
+    k = _tiles(stages, k_desc)
+    v = _tiles(stages, v_desc)
     out = q
     if not facts.shares_q:
-        out = gl.allocate_shared_memory(dtype, [n, 1, facts.rows, 1, facts.block_dv], out_desc.layout)
+        out = _tiles(n, out_desc)
     shared = Shared(
         q, k, v, out, _barriers(n, 1), _barriers(n, 1), _barriers(stages, 1), _barriers(stages, n),
         _barriers(stages, 1), _barriers(stages, n), _barriers(n, 1),
@@ -590,9 +423,9 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, counter, number
     if n == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, out_desc, lse, flags, shared, numbers, facts)),
-                (_consume, (1, out_desc, lse, flags, shared, numbers, facts)),
-                (_produce, (q_desc, k_desc, v_desc, counter, shared, numbers, facts)),
+                (_consume, (0, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (1, out_desc, shared, tensors, numbers, facts)),
+                (_produce, (q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
             ],
             [4, 1],
             [facts.config.registers, 24],
@@ -600,10 +433,10 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, flags, counter, number
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out_desc, lse, flags, shared, numbers, facts)),
-                (_consume, (1, out_desc, lse, flags, shared, numbers, facts)),
-                (_consume, (2, out_desc, lse, flags, shared, numbers, facts)),
-                (_produce, (q_desc, k_desc, v_desc, counter, shared, numbers, facts)),
+                (_consume, (0, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (1, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (2, out_desc, shared, tensors, numbers, facts)),
+                (_produce, (q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
             ],
             [4, 4, 1],
             [facts.config.registers, facts.config.registers, 24],

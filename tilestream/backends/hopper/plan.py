@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +21,28 @@ from tilestream.backends.hopper.call import (
     Config,
     Facts,
     Numbers,
+    Others,
     config_for,
+    configs_for,
     facts_of,
     numbers_of,
+    packed_layout,
     readable,
+    readable_bias,
     tma_strides,
 )
 from tilestream.backends.hopper.forward import forward_kernel
 from tilestream.backends.hopper.gluon_names import GluonASTSource, gl
 from tilestream.backends.triton.call import Tensors, contiguous_strides, shapes_of
-from tilestream.backends.triton.launch import allocator, launch
-from tilestream.backends.triton.plan import exact_rows_step, how_of, without_idle_limits
+from tilestream.backends.triton.launch import POINTERS, allocator, launch, load
+from tilestream.backends.triton.plan import (
+    How,
+    exact_rows_step,
+    how_of,
+    lse_shape,
+    readable_features,
+    without_idle_limits,
+)
 from tilestream.problem import AttentionInputs, Problem
 from tilestream.state import AttentionOutput
 
@@ -39,31 +51,43 @@ __all__ = ["OPTIONS", "Plan", "forward", "prepare", "source"]
 # Of the first consumer; the others and the producer have their own.
 OPTIONS = {"num_warps": 4}
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_ROWS = ("q", "k", "v", "out")
+# Of numbers that are not 32-bit ones without a fraction.
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("scale_log2", "softcap_in", "softcap_out"), "fp32"),
+    "shift": "i64",
+    "bias_strides": ("i64",) * 3,
+}
 _SHORT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
     """See `Backend.forward`."""
     problem = without_idle_limits(problem)
-    query, key, value = map(readable, inputs[:3])
-    return _plan(problem, query.device, (query.stride(), key.stride(), value.stride())).forward(query, key, value)
+    inputs = _readable(inputs)
+    return _plan(problem, how_of(problem, Tensors(*inputs))).forward(inputs)
 
 
 def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput] | None:
     """See `Backend.prepare`."""
     problem = without_idle_limits(problem)
-    query, key, value = inputs[:3]
-    if any(x is not readable(x) for x in (query, key, value)):
+    if any(x is not y for x, y in zip(_readable(inputs), inputs, strict=True)):
         return None
-    plan = _plan(problem, query.device, (query.stride(), key.stride(), value.stride()))
+    plan = _plan(problem, how_of(problem, Tensors(*inputs)))
 
     def again(inputs: AttentionInputs) -> AttentionOutput:
         query, key, value = inputs[:3]
         if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT:
             return forward(problem, inputs)
-        return plan.forward(query, key, value)
+        return plan.forward(inputs)
 
     return again
+
+
+def _readable(inputs: AttentionInputs) -> AttentionInputs:
+    query, key, value = map(readable, inputs[:3])
+    bias = None if inputs.bias is None else readable_bias(inputs.bias)
+    return readable_features(inputs._replace(query=query, key=key, value=value, bias=bias))
 
 
 class _Descriptor(NamedTuple):
@@ -78,68 +102,79 @@ class _Descriptor(NamedTuple):
 class Plan:
     """Everything about a call but its tensors."""
 
-    def __init__(
-        self, problem: Problem, device: torch.device, strides: tuple[tuple[int, ...], ...], config: Config | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, how: How, config: Config | None = None) -> None:
         self.problem, self.config = problem, config or config_for(problem)
-        self.facts = facts_of(problem, self.config)
-        self.numbers: Numbers = numbers_of(problem, self.config.block_m)
-        self._device, self._empty = device, allocator(device)
-        shapes = shapes_of(problem)
-        self._layouts = [
-            (shapes[name], tma_strides(shapes[name], given)) for name, given in zip("qkv", strides, strict=True)
-        ]
-        out = shapes["out"]
-        self._layouts.append((out, contiguous_strides(out)))
-        lse = (problem.batch, problem.num_heads_q, problem.seqlen_q)
+        *bias_strides, bias_step = how.bias_strides
+        self._bias_step = bias_step if problem.spec.has_bias else 1
+        self.facts = facts_of(problem, self.config, self._bias_step)
+        self.numbers: Numbers = numbers_of(problem, self.config.block_m)._replace(
+            slopes_stride=how.slopes_stride, bias_strides=tuple(bias_strides)
+        )
+        self._how, self._device, self._empty = how, how.device, allocator(how.device)
+        shapes, lse = shapes_of(problem), lse_shape(problem)
+        self._out = shapes["out"], contiguous_strides(shapes["out"])
         self._lse = lse, contiguous_strides(lse)
-        self._num_programs = min(self.numbers.num_units, _num_processors(device))
-        self._num_flaggers = self._num_programs * self.config.num_consumers
-        self._flags = (self._num_flaggers + math.prod(lse),), (1,)
+        strides = (*how.strides, self._out[1])
+        self._layouts = [_layout(shapes[name], given) for name, given in zip(_ROWS, strides, strict=True)]
+        self._num_programs = min(self.numbers.num_units, _num_processors(how.device))
+        num_flaggers = self._num_programs * self.config.num_consumers
+        self._flags = (num_flaggers + math.prod(lse),), (1,)
+        self._exact = [exact_rows_step(problem, how, num_flaggers)] if self.facts.flags else []
         # Found at the first launch.
         self._compiled: Any = None
-        self._exact: Any = None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         """Allocate and launch on the current stream; nothing waits for it."""
         if self._device.index != torch.cuda.current_device():
             with torch.cuda.device(self._device):
-                return self._forward(query, key, value)
-        return self._forward(query, key, value)
+                return self._forward(inputs)
+        return self._forward(inputs)
 
-    def _forward(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
-        out = self._empty(*self._layouts[3], self.problem.dtype)
+    def _forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        out = self._empty(*self._out, self.problem.dtype)
         lse = self._empty(*self._lse, torch.float32)
         flags = self._empty(*self._flags, torch.int32) if self.facts.flags else None
         if self._compiled is None:
-            self._compiled = _compiled(self.facts, self.problem.dtype, self._device)
-        descriptors = [_Descriptor(x, *y) for x, y in zip((query, key, value, out), self._layouts, strict=True)]
-        kernel, stream = self._compiled, triton.runtime.driver.active.get_current_stream(self._device.index)
+            self._load()
+        stream = triton.runtime.driver.active.get_current_stream(self._device.index)
         counter = _counter(self._device, stream) if self.facts.is_dynamic else None
-        hooks = triton.knobs.runtime
+        query, key, value, bias, slopes, sinks, _seed, cu_seqlens_q, cu_seqlens_k = inputs
+        descriptors = [_Descriptor(x, *y) for x, y in zip((query, key, value, out), self._layouts, strict=True)]
+        others = Others(lse, flags, counter, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+        kernel, hooks = self._compiled, triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            kernel[(self._num_programs, 1, 1)](*descriptors, lse, flags, counter, self.numbers, self.facts)
+            kernel[(self._num_programs, 1, 1)](*descriptors, others, self.numbers, self.facts)
         else:
             # What `kernel[grid](...)` does where nobody listens.
+            pointers = tuple([None if x is None else x.data_ptr() for x in others])
             kernel.run(
                 self._num_programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None,
-                *descriptors, lse.data_ptr(), None if flags is None else flags.data_ptr(),
-                None if counter is None else counter.data_ptr(), self.numbers, self.facts,
+                *descriptors, pointers, self.numbers, self.facts,
             )  # fmt: skip
         if flags is not None:
-            self._launch_exact(Tensors(query, key, value, out=out, lse=lse, flags=flags))
+            launch(self._exact, (), Tensors(*inputs, out=out, lse=lse, flags=flags), self._device)
         return AttentionOutput(out, lse)
 
-    def _launch_exact(self, tensors: Tensors) -> None:
-        if self._exact is None:
-            how = how_of(self.problem, tensors._replace(out=None))
-            self._exact = [exact_rows_step(self.problem, how, self._num_flaggers)]
-        launch(self._exact, (), tensors, self._device)
+    def _load(self) -> None:
+        """Compile all that calls like this one need, at any length, side by side."""
+        dtype, bias_dtype = self.problem.dtype, self._how.bias_dtype or self.problem.dtype
+        facts = {facts_of(self.problem, config, self._bias_step) for config in configs_for(self.problem)}
+        with ThreadPoolExecutor(len(facts) + 2, "tilestream-compile") as pool:
+            compiling = {of: pool.submit(_compiled, of, dtype, bias_dtype, self._device) for of in facts | {self.facts}}
+            if self._exact:
+                pool.submit(load, self._exact, self._device).result()
+            self._compiled = {of: future.result() for of, future in compiling.items()}[self.facts]
+
+
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a tensor with rows as TMA takes them."""
+    strides = tma_strides(shape, strides)
+    return (shape, strides) if len(shape) == 4 else packed_layout(shape, strides)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(problem: Problem, device: torch.device, strides: tuple[tuple[int, ...], ...]) -> Plan:
-    return Plan(problem, device, strides)
+def _plan(problem: Problem, how: How) -> Plan:
+    return Plan(problem, how)
 
 
 @functools.cache
@@ -162,33 +197,30 @@ def _counter(device: torch.device, stream: int) -> Tensor:
 
 
 @functools.cache
-def _compiled(facts: Facts, dtype: torch.dtype, device: torch.device) -> Any:
+def _compiled(facts: Facts, dtype: torch.dtype, bias_dtype: torch.dtype, device: torch.device) -> Any:
     target = triton.runtime.driver.active.get_current_target()
-    kernel = triton.compile(source(facts, dtype), target=target, options=OPTIONS)
+    kernel = triton.compile(source(facts, dtype, bias_dtype), target=target, options=OPTIONS)
     # Loads the kernel and its launcher.
     _ = kernel.run
     return kernel
 
 
-def source(facts: Facts, dtype: torch.dtype) -> GluonASTSource:
+def source(facts: Facts, dtype: torch.dtype, bias_dtype: torch.dtype) -> GluonASTSource:
     """What `triton.compile` takes: types of numbers are fixed, so that no value of one compiles anything."""
 
     def descriptor(rows: int, width: int) -> str:
-        block = [1, rows, 1, width]
+        block = [1, 1, rows, 1, width] if facts.is_varlen else [1, rows, 1, width]
         layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
         return f"tensordesc<{_SHORT_NAMES[dtype]}{block},{layout!r}>"
 
-    types: list[Any] = ["fp32" if name == "scale_log2" else "i32" for name in Numbers._fields]
-    numbers = Numbers._make(types)
+    numbers = {name: _TYPES.get(name, "i32") for name in Numbers._fields}
     signature = {
         "q_desc": descriptor(facts.rows, facts.block_d),
         "k_desc": descriptor(facts.block_n, facts.block_d),
         "v_desc": descriptor(facts.block_n, facts.block_dv),
         "out_desc": descriptor(facts.rows, facts.block_dv),
-        "lse": "*fp32",
-        "flags": "*i32",
-        "counter": "*i32",
-        "numbers": numbers,
+        "tensors": Others("*fp32", "*i32", "*i32", POINTERS[bias_dtype], "*fp32", "*fp32", "*i32", "*i32"),
+        "numbers": Numbers(**numbers),
         "facts": "constexpr",
     }
     return GluonASTSource(forward_kernel, signature, {(list(signature).index("facts"),): facts})

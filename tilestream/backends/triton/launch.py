@@ -21,9 +21,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from tilestream.backends.triton.call import Facts, Numbers, Tensors
 from tilestream.backends.triton.configs import Config
 
-__all__ = ["Step", "allocator", "launch", "num_compiled", "options", "source"]
+__all__ = ["POINTERS", "Step", "allocator", "launch", "load", "num_compiled", "options", "source"]
 
-_POINTERS = {
+POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -94,7 +94,7 @@ def launch(
             step.kernel[(step.num_programs,)](Tensors._make(tensors), step.numbers, step.facts)
         return
     if steps[-1].compiled is None:
-        _load((*others, *steps), device)
+        load((*others, *steps), device)
     hooks = triton.knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         for step in steps:
@@ -112,7 +112,7 @@ def launch(
         )  # fmt: skip
 
 
-def _load(steps: Sequence[Step], device: torch.device) -> None:
+def load(steps: Sequence[Step], device: torch.device) -> None:
     """Give the steps their kernels, which steps of other lengths may have compiled before.
 
     In threads: a first call needs up to nine kernels, and the compiler leaves Python to others most of the time.
@@ -158,7 +158,7 @@ def source(step: Step) -> ASTSource:
             numbers[name] = "fp32" if name in _FLOATS else "i64" if name in _WIDE else "i32"
     aligned = (*_PADDED, *(_ROWS if step.facts.unit > 1 else ()))
     signature = {
-        "tensors": Tensors._make(_POINTERS[dtype] for dtype in dtypes.values()),
+        "tensors": Tensors._make(POINTERS[dtype] for dtype in dtypes.values()),
         "numbers": Numbers(**numbers),
         "facts": "constexpr",
     }

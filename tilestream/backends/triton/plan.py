@@ -34,7 +34,18 @@ from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.spec import Band
 from tilestream.state import AttentionOutput, finite_or_zero, sink_gradient
 
-__all__ = ["How", "Plan", "backward", "exact_rows_step", "forward", "how_of", "prepare", "without_idle_limits"]
+__all__ = [
+    "How",
+    "Plan",
+    "backward",
+    "exact_rows_step",
+    "forward",
+    "how_of",
+    "lse_shape",
+    "prepare",
+    "readable_features",
+    "without_idle_limits",
+]
 
 
 def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
@@ -217,7 +228,7 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
     """The kernels of a call; and those that other lengths would need instead."""
     made = [
         _Made("out", shapes_of(problem)["out"], problem.dtype),
-        _Made("lse", _lse_shape(problem), torch.float32),
+        _Made("lse", lse_shape(problem), torch.float32),
     ]
     if problem.total_q == 0:
         return Plan(how.device, made, ())
@@ -257,7 +268,7 @@ def _backward_plan(problem: Problem, how: How) -> Plan:
     """delta, dq, dk and dv."""
     shapes = shapes_of(problem)
     made = [_Made(name, shapes[name], problem.dtype) for name in ("dq", "dk", "dv")]
-    made.append(_Made("delta", _lse_shape(problem), torch.float32))
+    made.append(_Made("delta", lse_shape(problem), torch.float32))
     if problem.total_q == 0:
         return Plan(how.device, made, ())
     made += [_Made(name, (_padded_rows(problem),), torch.float32) for name in ("row_lse", "row_delta")]
@@ -375,7 +386,8 @@ class _Builder:
         return Step(kernel, config, made, programs, numbers, problem.dtype, how.bias_dtype or problem.dtype)
 
 
-def _lse_shape(problem: Problem) -> tuple[int, ...]:
+def lse_shape(problem: Problem) -> tuple[int, ...]:
+    """Of lse and its kin."""
     if problem.layout == "varlen":
         return problem.num_heads_q, problem.total_q
     return problem.batch, problem.num_heads_q, problem.seqlen_q
@@ -468,12 +480,18 @@ def _slopes(alibi: Tensor, num_heads: int) -> Tensor:
 
 
 def _readable(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs as the kernels read them: contiguous last dimensions, slopes and sinks in float32."""
+    """The inputs as the kernels read them."""
+    query, key, value = map(_rows_in_place, inputs[:3])
+    return readable_features(inputs._replace(query=query, key=key, value=value))
+
+
+def readable_features(inputs: AttentionInputs) -> AttentionInputs:
+    """All but query, key and value as kernels read them: contiguous, slopes and sinks in float32."""
     query, key, value, bias, alibi, sinks, seed, cu_seqlens_q, cu_seqlens_k = inputs
     return AttentionInputs(
-        _rows_in_place(query),
-        _rows_in_place(key),
-        _rows_in_place(value),
+        query,
+        key,
+        value,
         bias if bias is None or bias.dtype in _BIAS_DTYPES else bias.float(),
         None if alibi is None else _slopes(alibi, query.shape[-2]),
         None if sinks is None else sinks.float().contiguous(),

@@ -13,7 +13,18 @@ import triton.language as tl
 
 from tilestream.backends.triton.tiles import row_heads
 
-__all__ = ["LN2", "LOG2E", "keep_tile", "probabilities", "row_slopes", "score_derivative", "score_tile"]
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "bias_log2",
+    "biased",
+    "capped_scores",
+    "keep_tile",
+    "probabilities",
+    "row_slopes",
+    "score_derivative",
+    "score_tile",
+]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -61,14 +72,39 @@ def _visible(i, j, rows_inside, sequence, facts: tl.constexpr):
 
 
 @triton.jit
+def capped_scores(s, numbers, facts: tl.constexpr):
+    """Dot products times the scale, below the softcap; and its tanh, where there is one."""
+    capped = s
+    if facts.has_softcap:
+        capped = _tanh(s * numbers.softcap_in, facts)
+        s = capped * numbers.softcap_out
+    else:
+        s = s * numbers.scale_log2
+    return s, capped
+
+
+@triton.jit
 def _bias_tile(i, j, head, are_inside, sequence, tensors, numbers):
     strides = numbers.bias_strides
     offsets = sequence.batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     offsets = offsets + i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
-    bias = tl.load(tensors.bias + offsets, are_inside & (j < sequence.seqlen_k), other=0.0).to(tl.float32)
+    return bias_log2(tl.load(tensors.bias + offsets, are_inside & (j < sequence.seqlen_k), other=0.0))
+
+
+@triton.jit
+def bias_log2(bias):
+    """A bias as it is in memory, in units of log 2."""
+    bias = bias.to(tl.float32)
     # The most negative numbers must not become -inf, which hides.
     scaled = tl.where(bias < _LOWEST_BIAS, _LOWEST_BIAS, bias) * LOG2E
     return tl.where(bias == float("-inf"), bias, scaled)
+
+
+@triton.jit
+def biased(s, bias):
+    """Scores with their bias, in the same units."""
+    # Not a sum only: -inf hides whatever the key holds.
+    return tl.where(bias == float("-inf"), bias, s + bias)
 
 
 @triton.jit
@@ -78,17 +114,11 @@ def score_tile(
     """Scores from dot products `s`, masked where the tile is PARTIAL; and the softcap's tanh, where there is one."""
     capped = s
     if not facts.folds_scale:
-        if facts.has_softcap:
-            capped = _tanh(s * numbers.softcap_in, facts)
-            s = capped * numbers.softcap_out
-        else:
-            s = s * numbers.scale_log2
+        s, capped = capped_scores(s, numbers, facts)
         if facts.has_alibi:
             s -= slopes * tl.abs(j - i - sequence.shift).to(tl.float32)
         if facts.has_bias:
-            bias = _bias_tile(i, j, head, rows_inside, sequence, tensors, numbers)
-            # Not a sum only: -inf hides whatever the key holds.
-            s = tl.where(bias == float("-inf"), bias, s + bias)
+            s = biased(s, _bias_tile(i, j, head, rows_inside, sequence, tensors, numbers))
     if is_partial:
         s = tl.where(_visible(i, j, rows_inside, sequence, facts), s, float("-inf"))
     return s, capped

@@ -1,0 +1,99 @@
+"""Which row tiles a program of the Hopper forward works on, one after the other, and what of them a consumer does.
+
+Where all tiles take as long a program takes every so-manyth of them; else the producer takes the next one that nobody
+has, longest first, and tells the consumers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tilestream.backends.hopper.gluon_names import gl, jit, mbarrier
+from tilestream.backends.triton.tiles import key_ranges, locate
+
+__all__ = ["Place", "fetch", "following", "own_keys", "place_of", "publish"]
+
+
+class Place(NamedTuple):
+    """A tile: its first row, whose it is, and where its last key tile ends."""
+
+    m_start: Any
+    head: Any
+    sequence: Any  # `triton.tiles.Sequence`
+    hi: Any
+
+
+@jit
+def place_of(unit, tensors, numbers, facts: gl.constexpr):
+    """A row tile, and its number of steps: one at least, so that rows which see no key need no path of their own.
+
+    Some heads at a time, so that their K and V stay in the L2 cache; the longest tiles of these first.
+    """
+    first = unit // (numbers.num_row_tiles * numbers.num_together) * numbers.num_together
+    num_together = gl.minimum(numbers.num_sides - first, numbers.num_together)
+    rest = unit - first * numbers.num_row_tiles
+    m_block = rest // num_together
+    side = first + rest - m_block * num_together
+    if facts.has_right:
+        m_block = numbers.num_row_tiles - 1 - m_block
+    batch = side // numbers.num_heads
+    head = side - batch * numbers.num_heads
+    sequence, tile = locate(m_block, head // numbers.group, batch, tensors, numbers, facts, BY_KEYS=False)
+    m_start = tile * facts.block_m
+    ranges = key_ranges(m_start, sequence, facts)
+    num_steps = gl.maximum((ranges.hi - ranges.lo) // facts.block_n, 1)
+    if facts.is_varlen:
+        # A sequence may own one tile more than it has rows for.
+        num_steps = gl.where(m_start < sequence.seqlen_q, num_steps, 1)
+    return Place(m_start, head, sequence, ranges.lo + num_steps * facts.block_n), num_steps
+
+
+@jit
+def own_keys(place, num_steps, c: gl.constexpr, facts: gl.constexpr):
+    """(ranges of consumer c's rows, how many of the tile's first steps show it nothing: never all)."""
+    of_consumer: gl.constexpr = facts.of_consumer
+    m_first = place.m_start + c * facts.rows
+    ranges = key_ranges(m_first, place.sequence, of_consumer)
+    hi = ranges.hi
+    # Nobody stores the results of rows that are none.
+    if m_first >= place.sequence.seqlen_q:
+        hi = 0
+    return ranges, gl.minimum(gl.maximum(place.hi - hi, 0) // facts.block_n, num_steps - 1)
+
+
+@jit
+def fetch(unit, tensors, numbers, facts: gl.constexpr):
+    """The unit that a program turns to after this one: the next that nobody has, or every so-manyth."""
+    if facts.is_dynamic:
+        fetched = gl.atomic_add(tensors.counter, 1, sem="relaxed")
+        # Every program fetches until there are no more, so this is the last of all: ready for the next launch.
+        if fetched == numbers.num_units - 1:
+            gl.store(tensors.counter, 0)
+        return gl.num_programs(0) + fetched
+    else:
+        return unit + gl.num_programs(0)
+
+
+@jit
+def publish(unit, tile, shared, facts: gl.constexpr):
+    """Tell the consumers what follows tile number `tile`."""
+    if facts.is_dynamic:
+        slot = tile & 1
+        mbarrier.wait(shared.unit_empty.index(slot), ((tile >> 1) & 1) ^ 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        shared.unit.index(slot).store(gl.full([1], 0, gl.int32, layout) + unit)
+        mbarrier.arrive(shared.unit_full.index(slot))
+
+
+@jit
+def following(unit, tile, shared, facts: gl.constexpr):
+    """The unit that follows tile number `tile`."""
+    if facts.is_dynamic:
+        slot = tile & 1
+        mbarrier.wait(shared.unit_full.index(slot), (tile >> 1) & 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        unit = gl.max(shared.unit.index(slot).load(layout), 0)
+        mbarrier.arrive(shared.unit_empty.index(slot))
+        return unit
+    else:
+        return unit + gl.num_programs(0)
