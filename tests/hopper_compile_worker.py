@@ -6,6 +6,7 @@ Usage: python hopper_compile_worker.py FILE, with a JSON list of rows, each answ
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton_compile_worker import _nvidia_uses
+from triton_compile_worker import _nvidia_uses, nvidia_code
 
-from tilestream.backends.hopper.call import SHARED_BYTES, config_for, facts_of
+from tilestream.backends.hopper.call import SHARED_BYTES, configs_for, facts_of
 from tilestream.backends.hopper.plan import OPTIONS, source
 from tilestream.problem import Problem
 from tilestream.spec import AttentionSpec, Band
@@ -48,12 +49,29 @@ def problem_of(band: str, features: str, dtype: str, head_dim: int, head_dim_v: 
     return dense.packed([8192, 100], [8192, 100]) if "packed" in names else dense
 
 
-def compiled(**row: Any) -> dict[str, Any]:
-    """What the kernel of a call uses; bytes of spills are of a thread."""
+def compiled(**row: Any) -> list[dict[str, Any]]:
+    """What the kernels of a call use, one for each of its tiles; bytes of spills are of a thread."""
     problem = problem_of(**row)
-    facts = facts_of(problem, config_for(problem))
-    binary = triton.compile(source(facts, problem.dtype, problem.dtype), target=_TARGET, options=OPTIONS)
-    return {"shared": binary.metadata.shared, "shared_limit": SHARED_BYTES, **_nvidia_uses(binary.asm["cubin"])}
+    uses = []
+    for config in configs_for(problem):
+        facts = facts_of(problem, config)
+        binary = triton.compile(source(facts, problem.dtype, problem.dtype), target=_TARGET, options=OPTIONS)
+        cubin = binary.asm["cubin"]
+        use = {"shared": binary.metadata.shared, "shared_limit": SHARED_BYTES, **_nvidia_uses(cubin)}
+        uses.append({**use, "spills_in_loops": _spills_in_loops(nvidia_code(cubin))})
+    return uses
+
+
+def _spills_in_loops(code: str) -> int:
+    """How many instructions read or write local memory in innermost loops that have products."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", code)]
+    jumps = [(at, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)) for at, text in lines]
+    loops = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
+    innermost = [(lo, hi) for lo, hi in loops if not any(lo <= a and b <= hi and (a, b) != (lo, hi) for a, b in loops)]
+    bodies = [[text for at, text in lines if lo <= at <= hi] for lo, hi in innermost]
+    with_products = [body for body in bodies if any("HGMMA" in text for text in body)]
+    assert with_products, "no loop with products was found"
+    return sum(bool(re.search(r"\b(LDL|STL)\b", text)) for body in with_products for text in body)
 
 
 if __name__ == "__main__":
@@ -61,5 +79,5 @@ if __name__ == "__main__":
         try:
             answer = compiled(**row)
         except Exception as error:  # of the compiler: the failure of this row, and of no other
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            answer = [{"error": f"{type(error).__name__}: {error}"}]
         print(json.dumps(answer), flush=True)

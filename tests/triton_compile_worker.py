@@ -92,14 +92,16 @@ def compiled(gpu: str, kind: str, dtype: str, head_dim: int, kernel: str) -> dic
     return {"shared": binary.metadata.shared, "shared_limit": shared_bytes, "tiles": tiles, **uses}
 
 
-def _nvidia_uses(cubin: bytes) -> dict[str, int]:
+def nvidia_code(cubin: bytes, option: str = "-sass") -> str:
+    """What NVIDIA's tool prints of a binary."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        usage, code = (
-            subprocess.run([_NVIDIA_TOOL, option, path], capture_output=True, text=True, check=True).stdout
-            for option in ("-res-usage", "-sass")
-        )
+        return subprocess.run([_NVIDIA_TOOL, option, path], capture_output=True, text=True, check=True).stdout
+
+
+def _nvidia_uses(cubin: bytes) -> dict[str, int]:
+    usage, code = nvidia_code(cubin, "-res-usage"), nvidia_code(cubin)
     (stack,) = re.findall(r"STACK:(\d+)", usage)
     return {
         "spilled": int(stack),
