@@ -23,7 +23,7 @@ from tilestream import dispatch
 from tilestream.backends.cpu import native
 from tilestream.backends.cpu.native import library
 
-__all__ = ["FINITE", "ISAS", "TARGETS", "Target", "assert_right", "each_isa", "needs_native", "targets_of"]
+__all__ = ["FINITE", "HAS_HOPPER", "ISAS", "TARGETS", "Target", "assert_right", "each_isa", "needs_native", "targets_of"]
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class _NoLoop:
 _WANTED = os.environ.get(library.VARIABLE) or None
 ISAS = tuple(isa for isa in library.runnable() if _WANTED in (None, isa))
 # Hopper kernels have no interpreter and no other GPU.
-_HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-_BACKENDS = [name for name in dispatch.BACKENDS if name != "hopper" or _HAS_HOPPER]
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+_BACKENDS = [name for name in dispatch.BACKENDS if name != "hopper" or HAS_HOPPER]
 TARGETS = (*map(Target, _BACKENDS), *(Target("native", isa, is_finite=True) for isa in ISAS))
 
 # Interpreted with small tiles a case has several of every kind, and takes its time: these are for `cases.FEW` alone.
