@@ -23,7 +23,17 @@ from tilestream import dispatch
 from tilestream.backends.cpu import native
 from tilestream.backends.cpu.native import library
 
-__all__ = ["FINITE", "HAS_HOPPER", "ISAS", "TARGETS", "Target", "assert_right", "each_isa", "needs_native", "targets_of"]
+__all__ = [
+    "FINITE",
+    "HAS_HOPPER",
+    "ISAS",
+    "TARGETS",
+    "Target",
+    "assert_right",
+    "each_isa",
+    "needs_native",
+    "targets_of",
+]
 
 
 @dataclass(frozen=True)

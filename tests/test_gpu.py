@@ -186,7 +186,9 @@ def test_compiled_with_changing_lengths(backend: str) -> None:
 
 @each_backend
 def test_more_than_two_to_the_31_elements(backend: str) -> None:
-    problem = Problem.dense(seqlen_q=1, num_heads_q=128, head_dim=128, dtype=torch.bfloat16, device_type="cuda")
+    spec = AttentionSpec(band=Band(63, 0))
+    sizes = {"seqlen_q": 140_032, "num_heads_q": 128, "head_dim": 128}
+    problem = Problem.dense(**sizes, dtype=torch.bfloat16, device_type="cuda", spec=spec)  # type: ignore[arg-type]
     # Whole tiles are cut off, also of the backward's, so that the rest is the same tiles and the same bits.
     unit, last = math.lcm(128, *dispatch.backend(backend).tile_shape(problem)), 384
     seqlen = last + -(-139_648 // unit) * unit

@@ -86,7 +86,9 @@ def test_a_soak_of_odd_lengths(head_dim: int, dtype: torch.dtype) -> None:
         assert torch.equal(got.out, again.out), call
         assert torch.equal(got.lse, again.lse), call
         # Invisible rows are -inf in both; 0.02 is two units in the last place of bfloat16 at 1 to 2.
-        torch.testing.assert_close(got.lse, wanted.lse, rtol=0, atol=1e-3, msg=lambda text, call=call: f"{call}: {text}")
+        torch.testing.assert_close(
+            got.lse, wanted.lse, rtol=0, atol=1e-3, msg=lambda text, call=call: f"{call}: {text}"
+        )
         torch.testing.assert_close(
             got.out.float(), wanted.out.float(), rtol=0.01, atol=0.02, msg=lambda text, call=call: f"{call}: {text}"
         )
@@ -111,8 +113,8 @@ def _cut_off() -> tuple[Tensor, ...]:
 
 
 def _grouped() -> tuple[Tensor, ...]:
-    """One projection of 12 query heads and twice 2 KV heads."""
-    return _numbers(2, 2048, 16, 64).split([12, 2, 2], dim=2)
+    """One projection to 48 query heads and twice 8 KV heads."""
+    return _numbers(2, 2048, 64, 64).split([48, 8, 8], dim=2)
 
 
 @pytest.mark.no_poison
