@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from targets import HAS_HOPPER
 from test_bench_gpu import CPU, FAST, TINY, line_of, peer_of, without_cuda
 
 from tilestream import dispatch
 from tilestream.bench import gpu_suite, hopper_bars, providers, traffic, traffic_bars
 from tilestream.bench.bars import Verdict
-from tilestream.bench.cases import Case
+from tilestream.bench.cases import Case, square_case
 from tilestream.bench.gpu_cells import PEERS, Cell, hopper_plan, plan, traffic_plan
 from tilestream.bench.gpu_suite import HOPPER_PROVIDER, measure_cells
 from tilestream.bench.measure import Line
@@ -333,3 +334,39 @@ def test_without_cuda_there_is_one_line(suite: str, tmp_path: Path, capsys: pyte
 def test_traffic_takes_no_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "traffic", "--seconds", "1"]) == 2
     assert "--seconds does not go with the suite 'traffic'" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.no_poison
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs sm_90")
+def test_the_quick_part_on_a_hopper_gpu(tmp_path: Path) -> None:
+    output = tmp_path / "lines.jsonl"
+    assert main(["bench", "hopper", "--quick", "--seconds", "0.02", "--output", str(output)]) == 0
+    lines = read_lines(output)
+    assert [Cell.of_line(line).key for line in lines] == [cell.key for cell in hopper_plan(quick=True)]
+    for line in lines:
+        assert (line["reason"], line["chosen"]) == (None, "hopper")
+        assert 0 < line["tflops"] < 2000
+        # Those that PyTorch brings.
+        assert {line["peers"][name]["reason"] for name in ("sdpa/cudnn", "sdpa/flash")} == {None}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.no_poison
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs sm_90")
+def test_traffic_on_a_hopper_gpu() -> None:
+    try:
+        find_ncu()
+    except ArgumentError as error:
+        pytest.skip(str(error))
+    small = Cell("traffic", square_case(1024, "bfloat16", 64, causal=True, batch=16, num_heads=16), "forward")
+    (line,) = measure_traffic([small], HOPPER_PROVIDER)
+    if "ERR_NVGPUCTRPERM" in str(line["reason"]):
+        pytest.skip(line["reason"])
+    assert line["reason"] is None
+    # The caches are empty when a kernel begins, so nothing can be read less than once.
+    assert line["read_bytes"] > 0.99 * compulsory_bytes(small.case.problem("cuda")).read_bytes
+    assert 0.99 < line["over_least"] < 2
