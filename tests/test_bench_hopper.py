@@ -23,10 +23,11 @@ from tilestream.bench.gpu_suite import HOPPER_PROVIDER, measure_cells
 from tilestream.bench.measure import Line
 from tilestream.bench.providers import provider_named
 from tilestream.bench.report import read_lines, write_lines
-from tilestream.bench.traffic import KernelBytes, find_ncu, kernels_of, measure_traffic
+from tilestream.bench.traffic import find_ncu, measure_traffic
 from tilestream.cli import main
 from tilestream.errors import ArgumentError, UnsupportedError
 from tilestream.io.model import compulsory_bytes
+from tilestream.io.ncu import KernelBytes, kernels_of
 
 BFLOAT = Case("bf", head_dim=64, dtype="bfloat16", causal=True)
 

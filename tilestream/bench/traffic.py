@@ -10,15 +10,14 @@ there yet when the kernel ends. So at least the bytes that must be written count
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,21 +30,13 @@ from tilestream.bench.providers import Provider, provider_named
 from tilestream.bench.runs import make_run
 from tilestream.errors import ArgumentError
 from tilestream.io.model import compulsory_bytes
+from tilestream.io.ncu import METRICS, KernelBytes, kernels_of
 
-__all__ = ["KernelBytes", "find_ncu", "kernels_of", "measure_traffic"]
+__all__ = ["find_ncu", "measure_traffic"]
 
-_READ, _WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 # Where the toolkit's installer leaves it, on the search path or not.
 _USUAL_PLACE = Path("/usr/local/cuda/bin/ncu")
 _LIMIT_S = 180
-
-
-class KernelBytes(NamedTuple):
-    """What one kernel moved."""
-
-    name: str
-    read_bytes: int
-    written_bytes: int
 
 
 def find_ncu() -> str:
@@ -122,7 +113,7 @@ def _profile(ncu: str, case: Case, provider_name: str) -> tuple[list[KernelBytes
         log = Path(folder) / "ncu.csv"
         command = [
             ncu, "--profile-from-start", "off", "--target-processes", "all", "--clock-control", "none",
-            "--metrics", f"{_READ},{_WRITTEN}", "--csv", "--print-units", "base", "--log-file", str(log),
+            "--metrics", ",".join(METRICS), "--csv", "--print-units", "base", "--log-file", str(log),
             sys.executable, "-m", "tilestream.bench.traffic", request,
         ]  # fmt: skip
         try:
@@ -149,27 +140,6 @@ def _complaint(said: Sequence[str]) -> str:
     spoken = [text.strip() for text in said if text.strip()]
     errors = [text.removeprefix("==ERROR==").strip() for text in spoken if text.startswith("==ERROR==")]
     return errors[0] if errors else spoken[-1] if spoken else "no message"
-
-
-def kernels_of(texts: Iterable[str]) -> list[KernelBytes]:
-    """The kernels of ncu's table, in the order of their launches.
-
-    The table has a row per kernel and metric; lines before it are the profiler's talk.
-
-    Raises:
-        ValueError: a value is in other units than bytes, or none at all.
-        KeyError: a column or a metric is missing.
-    """
-    rows = [text for text in texts if text.startswith('"')]
-    found: dict[str, dict[str, int]] = {}
-    names: dict[str, str] = {}
-    for row in csv.DictReader(rows):
-        if row["Metric Unit"] != "byte":
-            raise ValueError(f"{row['Metric Name']} in {row['Metric Unit']!r}, not in bytes")
-        names[row["ID"]] = row["Kernel Name"]
-        # Digits come in groups of three, and a counter may have a fraction.
-        found.setdefault(row["ID"], {})[row["Metric Name"]] = round(float(row["Metric Value"].replace(",", "")))
-    return [KernelBytes(names[launch], values[_READ], values[_WRITTEN]) for launch, values in found.items()]
 
 
 def _call(request: dict[str, Any]) -> str | None:
