@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md, docs/cpu-performance.md and docs/gpu-performance.md.
+"""Write the generated parts of README.md, docs/benchmarks.md, docs/cpu-performance.md and docs/gpu-performance.md.
 
     python tools/readme.py                      write them again
     python tools/readme.py --check              exit 1 if they are out of date
@@ -24,18 +24,18 @@ from typing import Any
 import torch
 
 from tilestream import dispatch, teaching
-from tilestream.bench import cpu_bars, gpu_bars
+from tilestream.bench import bars, cpu_bars, gpu_bars, hopper_bars, traffic_bars
+from tilestream.bench.measure import Line
 from tilestream.bench.report import Table, format_bytes, markdown_table, measurement_table, read_lines
 from tilestream.problem import SUPPORTED_DTYPES, Problem
 from tilestream.spec import AttentionSpec, Band
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 CPU_PERFORMANCE = ROOT / "docs" / "cpu-performance.md"
 GPU_PERFORMANCE = ROOT / "docs" / "gpu-performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
-CPU_SUITE = RESULTS / "cpu-suite.jsonl"
-GPU_SUITE = RESULTS / "gpu-suite.jsonl"
 PICTURE = ROOT / "docs" / "images" / "demo.png"
 DEMO_FILES = {
     "attention.jsonl": RESULTS / "demo-attention.jsonl",
@@ -128,18 +128,12 @@ def _machine(line: dict[str, Any]) -> str:
     return f"{line['device']}{threads}, torch {line['torch']}"
 
 
-def cpu_performance() -> str:
-    """The bars of the CPU kernels, and their speed at every length."""
-    if not CPU_SUITE.exists():
-        return "No results are committed yet; `tilestream bench cpu` prints them for your machine."
-    return cpu_bars.markdown_report(cpu_bars.suite_lines(read_lines(CPU_SUITE)))
-
-
-def gpu_performance() -> str:
-    """The bars of the GPU kernels, and what every contestant did."""
-    if not GPU_SUITE.exists():
-        return "No results are committed yet; `tilestream bench gpu` prints them for your machine."
-    return gpu_bars.markdown_report(gpu_bars.suite_lines(read_lines(GPU_SUITE)))
+def suite_report(suite: str, report: Callable[[Sequence[Line]], str]) -> str:
+    """The bars of a suite of ``tilestream bench``, and what every contestant did."""
+    path = RESULTS / f"{suite}-suite.jsonl"
+    if not path.exists():
+        return f"No results are committed yet; `tilestream bench {suite}` prints them for your machine."
+    return report(bars.suite_lines(read_lines(path), suite))
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -150,8 +144,12 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 PAGES = {
     README: PARTS,
-    CPU_PERFORMANCE: {"cpu-performance": cpu_performance},
-    GPU_PERFORMANCE: {"gpu-performance": gpu_performance},
+    BENCHMARKS: {
+        "hopper-speed": lambda: suite_report("hopper", hopper_bars.markdown_report),
+        "hopper-traffic": lambda: suite_report("traffic", traffic_bars.markdown_report),
+    },
+    CPU_PERFORMANCE: {"cpu-performance": lambda: suite_report("cpu", cpu_bars.markdown_report)},
+    GPU_PERFORMANCE: {"gpu-performance": lambda: suite_report("gpu", gpu_bars.markdown_report)},
 }
 
 

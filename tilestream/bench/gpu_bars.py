@@ -11,7 +11,16 @@ from tilestream.bench.gpu_cells import HIDDEN, PEERS, TOKENS, Cell, Part, plan
 from tilestream.bench.measure import Line
 from tilestream.bench.report import Table, markdown_table
 
-__all__ = ["bars_table", "judge", "machine_text", "markdown_report", "part_tables", "suite_lines"]
+__all__ = [
+    "bars_table",
+    "judge",
+    "machine_text",
+    "markdown_report",
+    "part_tables",
+    "reasons",
+    "shown",
+    "suite_lines",
+]
 
 _FLEX_MEAN, _FLEX_EACH = 1.10, 0.95
 _FLASH_MEAN = 1.2
@@ -108,8 +117,8 @@ def _speed_table(lines: Sequence[Line]) -> Table:
         case, peers = Cell.of_line(line).case, [line["peers"].get(name, {}) for name in names]
         mask = "causal" if case.causal else "full"
         rows.append((
-            f"head_dim {case.head_dim}, {mask}, {case.seqlen_q} tokens", _show(line, "tflops", ".3g"),
-            *(_show(peer, "tflops", ".3g") for peer in peers), *(_show(peer, "ratio_p50", ".2f") for peer in peers),
+            f"head_dim {case.head_dim}, {mask}, {case.seqlen_q} tokens", shown(line, "tflops", ".3g"),
+            *(shown(peer, "tflops", ".3g") for peer in peers), *(shown(peer, "ratio_p50", ".2f") for peer in peers),
         ))  # fmt: skip
     return Table(("", distinct(lines, "provider"), *names, *(f"over {name}" for name in names)), rows)
 
@@ -119,7 +128,7 @@ def _call_table(lines: Sequence[Line]) -> Table:
     rows = []
     for line in lines:
         contestants = (line, *(line["peers"].get(name, {}) for name in names))
-        rows.append((str(Cell.of_line(line)), *(_show(found, "ms_p50", ".1f", 1e3) for found in contestants)))
+        rows.append((str(Cell.of_line(line)), *(shown(found, "ms_p50", ".1f", 1e3) for found in contestants)))
     return Table(("", distinct(lines, "provider"), *names), rows)
 
 
@@ -127,12 +136,12 @@ def _compile_table(lines: Sequence[Line]) -> Table:
     rows: list[tuple[str, ...]] = []
     for line in lines:
         added = ", ".join(f"{count} by {length} tokens" for length, count in (line.get("new_files") or {}).items())
-        counts = (_show(line, "num_files", ".0f"), added or MISSING)
-        rows.append((str(Cell.of_line(line)), _show(line, "first_use_s", ".1f"), *counts))
+        counts = (shown(line, "num_files", ".0f"), added or MISSING)
+        rows.append((str(Cell.of_line(line)), shown(line, "first_use_s", ".1f"), *counts))
     return Table(("", "seconds", "files in the cache", "files added"), rows)
 
 
-def _show(found: Line, name: str, form: str, factor: float = 1.0) -> str:
+def shown(found: Line, name: str, form: str, factor: float = 1.0) -> str:
     """A number, with a star where its result missed the bound of the gate."""
     value = number(found, name)
     return MISSING if value is None else f"{value * factor:{form}}{'*' if found.get('gate_reason') else ''}"
@@ -159,12 +168,12 @@ def markdown_report(lines: Sequence[Line]) -> str:
         " result misses our bound on errors."
     )
     parts += [f"{title}:\n\n{markdown_table(table)}" for title, table in part_tables(lines)]
-    if reasons := _reasons(lines):
-        parts.append("Without a number, or with a star:\n\n" + "\n".join(f"- {reason}" for reason in reasons))
+    if found := reasons(lines):
+        parts.append("Without a number, or with a star:\n\n" + "\n".join(f"- {reason}" for reason in found))
     return "\n\n".join(parts)
 
 
-def _reasons(lines: Sequence[Line]) -> list[str]:
+def reasons(lines: Sequence[Line]) -> list[str]:
     """Who has no number or missed the gate, and why; what several cells have in common once, with the first of them."""
     places: dict[tuple[str, str], list[str]] = {}
     for line in lines:

@@ -1,7 +1,8 @@
-"""What ``tilestream bench gpu`` measures: its cells.
+"""What ``tilestream bench gpu``, ``bench hopper`` and ``bench traffic`` measure: their cells.
 
-Sizes are those of a model's layer, however long its sequences: every call of the parts speed and fp32 has `TOKENS`
-tokens (so batch is `TOKENS` / length) of `HIDDEN` numbers (so heads are `HIDDEN` / head_dim).
+Sizes are those of a model's layer, however long its sequences: every call of the parts speed, fp32 and hopper has
+`TOKENS` tokens (so batch is `TOKENS` / length) of `HIDDEN` numbers (so heads are `HIDDEN` / head_dim). The part hopper
+also has GPT-2 medium as FlashAttention's paper measured it (arXiv:2205.14135), and the part traffic starts there.
 """
 
 from __future__ import annotations
@@ -19,31 +20,40 @@ __all__ = [
     "FP32_LENGTHS",
     "HEAD_DIMS",
     "HIDDEN",
+    "HOPPER_HEAD_DIMS",
     "LENGTHS",
     "PEERS",
     "TOKENS",
     "Cell",
     "Key",
     "Part",
+    "Suite",
+    "hopper_plan",
     "plan",
+    "traffic_plan",
 ]
 
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (1024, 4096, 16384)
 FP32_LENGTHS = (1024, 4096)
 HEAD_DIMS = (64, 128)
+HOPPER_HEAD_DIMS = (64, 128, 256)
 # After the first call of the part compile: half as many tokens, and a number that no power of two above 8 divides.
 CHANGED_LENGTHS = (2048, 1000)
 _CALL_TOKENS, _COMPILE_TOKENS = 128, 4096
 _FEW_HEADS = 4
 
-# speed, fp32: times on the device; call: the host's time of a small call; compile: the first call, and another length.
-Part = Literal["speed", "fp32", "call", "compile"]
+# speed, fp32, hopper: times on the device; call: the host's time of a small call; compile: the first call, and another
+# length; traffic: bytes that cross HBM.
+Part = Literal["speed", "fp32", "call", "compile", "hopper", "traffic"]
+Suite = Literal["gpu", "hopper", "traffic"]
 PEERS: dict[Part, tuple[str, ...]] = {
     "speed": ("flex", "sdpa/flash", "sdpa/cudnn", "sdpa"),
     "fp32": ("sdpa/efficient",),
     "call": ("sdpa",),
     "compile": (),
+    "hopper": ("fa3", "fa4", "sdpa/cudnn", "sdpa/flash"),
+    "traffic": (),
 }
 _LAYERS: tuple[tuple[Part, str, tuple[int, ...]], ...] = (
     ("speed", "bfloat16", LENGTHS),
@@ -78,6 +88,15 @@ class Cell:
     def key(self) -> Key:
         return Key(self.part, self.case.name, self.mode, self.needs_grad)
 
+    @property
+    def suite(self) -> Suite:
+        return self.part if self.part in ("hopper", "traffic") else "gpu"
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it has the sizes that the parts share, and is not GPT-2 medium."""
+        return (self.case.batch * self.case.seqlen_q, self.case.num_heads_q * self.case.head_dim) == (TOKENS, HIDDEN)
+
     def __str__(self) -> str:
         case = self.case
         mask = "causal" if case.causal else "full"
@@ -101,6 +120,32 @@ def plan(quick: bool = False) -> list[Cell]:
     first = square_case(_COMPILE_TOKENS, "bfloat16", 64, causal=True, num_heads=_FEW_HEADS)
     cells.append(Cell("compile", first, "forward"))
     return cells if quick else [*cells, Cell("compile", first, "both")]
+
+
+def hopper_plan(quick: bool = False) -> list[Cell]:
+    """Forwards alone, against every public kernel; a quick look has one of each head dimension, and one of GPT-2."""
+    cells = [
+        Cell("hopper", _layer(length, "bfloat16", head_dim, causal), "forward")
+        for head_dim, causal, length in itertools.product(HOPPER_HEAD_DIMS, (False, True), LENGTHS)
+        if not quick or (causal and length == 4096)
+    ]
+    return [*cells, *(Cell("hopper", case, "forward") for case in _gpt2_medium(quick))]
+
+
+def traffic_plan(quick: bool = False) -> list[Cell]:
+    """Forwards of GPT-2 medium, then long ones, whose keys and values are read again and again, from whatever cache."""
+    cases = _gpt2_medium(quick)
+    if not quick:
+        cases += [
+            _layer(LENGTHS[-1], "bfloat16", head_dim, causal)
+            for head_dim, causal in itertools.product(HOPPER_HEAD_DIMS, (False, True))
+        ]
+    return [Cell("traffic", case, "forward") for case in cases]
+
+
+def _gpt2_medium(quick: bool) -> list[Case]:
+    masks = (True,) if quick else (False, True)
+    return [square_case(1024, "float16", 64, causal, batch=64, num_heads=16) for causal in masks]
 
 
 def _layer(length: int, dtype: str, head_dim: int, causal: bool) -> Case:

@@ -1,4 +1,4 @@
-"""The measuring of ``tilestream bench gpu``: contestants take turns in one process, and ratios are per turn.
+"""The measuring of ``tilestream bench gpu`` and ``bench hopper``: contestants take turns, and ratios are per turn.
 
 Each result passes the correctness gate first, on the inputs that are then timed; those are drawn on the device, because
 a processor would need longer for them than the whole cell takes. A peer is checked as well, but a miss of our bound is
@@ -17,19 +17,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tilestream import dispatch
 from tilestream.bench import gate
 from tilestream.bench.first_use import try_first_use
 from tilestream.bench.gpu_cells import CHANGED_LENGTHS, PEERS, Cell
 from tilestream.bench.measure import Line, Settings, call_flops, measurement_line, percentiles, time_ms, too_large
 from tilestream.bench.memory import Memory
-from tilestream.bench.providers import Provider, provider_named
+from tilestream.bench.providers import Provider, peer_versions, provider_named
 from tilestream.bench.runs import make_dout, make_run
 from tilestream.bench.turns import Take, Turns, slow_reason, take_turns
 from tilestream.problem import AttentionInputs
 
-__all__ = ["PROVIDER", "SECONDS", "measure_cells", "suite_settings"]
+__all__ = ["HOPPER_PROVIDER", "PROVIDER", "SECONDS", "measure_cells", "suite_settings", "versions"]
 
-PROVIDER = "tilestream/triton"
+PROVIDER, HOPPER_PROVIDER = "tilestream/triton", "tilestream/hopper"
 SECONDS = 0.15
 # Calls in one sample of the host's time; few enough that the queue of a device slower than the host holds them.
 _HOST_CALLS = 200
@@ -178,7 +179,7 @@ def _measure_cell(stage: _Stage, cell: Cell) -> Line:
         # The host's time says nothing of the device's rate.
         line["tflops"] = None
     return {
-        "suite": "gpu",
+        "suite": cell.suite,
         "part": cell.part,
         **line,
         "needs_grad": cell.needs_grad,
@@ -186,14 +187,16 @@ def _measure_cell(stage: _Stage, cell: Cell) -> Line:
         "error_vs_float64": None if own.verdict is None else own.verdict.error,
         "is_wrong": own.is_wrong,
         "reason": own.reason,
-        **_versions(),
+        "chosen": _chosen(stage, cell),
+        **versions(),
         **found.details,
     }
 
 
 def _against_peers(stage: _Stage, cell: Cell) -> _Found:
     """Ours and every peer in turns."""
-    own = stage.enter(cell, stage.provider)
+    reason = _choice_reason(stage, cell)
+    own = _Entry(reason=reason, has_failed=True) if reason else stage.enter(cell, stage.provider)
     if own.take is None:
         return _Found(own)
     entries = {name: stage.enter(cell, provider_named(name)) for name in PEERS[cell.part]}
@@ -207,6 +210,19 @@ def _against_peers(stage: _Stage, cell: Cell) -> _Found:
         peer_ms = [] if index is None else [turn[index] for turn in turns]
         peers[name] = _peer_part(entry, own_ms, peer_ms, flops)
     return _Found(own, own_ms, peers)
+
+
+def _chosen(stage: _Stage, cell: Cell) -> str | None:
+    """The backend of a call that names none."""
+    return dispatch.explain(cell.case.problem(stage.device.type)).chosen
+
+
+def _choice_reason(stage: _Stage, cell: Cell) -> str | None:
+    """The bars of the part hopper are about what every caller gets, so a backend that must be named has no number."""
+    if cell.part != "hopper" or stage.provider.name != HOPPER_PROVIDER:
+        return None
+    chosen = f"tilestream/{_chosen(stage, cell)}"
+    return None if chosen == HOPPER_PROVIDER else f"a call that names no backend runs on {chosen}"
 
 
 def _peer_part(entry: _Entry, own_ms: Sequence[float], peer_ms: list[float], flops: int | None) -> Line:
@@ -239,8 +255,8 @@ def _first_use(stage: _Stage, cell: Cell) -> _Found:
     return _Found(own, details=details)
 
 
-def _versions() -> Line:
-    """What kernels are compiled and run with, beside torch."""
+def versions() -> Line:
+    """What kernels are compiled and run with, beside torch; None for what is not installed."""
     try:
         triton: str | None = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -250,6 +266,7 @@ def _versions() -> Line:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        **peer_versions(),
     }
 
 

@@ -6,6 +6,8 @@ Shapes: B batch, H query heads, K KV heads, G = H // K, M queries, N keys, D hea
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.metadata
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +22,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilestream import api, dispatch
 from tilestream.bench.cases import DTYPES, Case
-from tilestream.errors import ArgumentError
+from tilestream.errors import ArgumentError, UnsupportedError
 from tilestream.io.model import Traffic, materialised_bytes, tiled_bytes
 from tilestream.problem import AttentionInputs, Problem
 from tilestream.spec import Band
 from tilestream.tiles import key_span
 
-__all__ = ["Forward", "Provider", "provider_named", "provider_names", "tiled_traffic"]
+__all__ = ["Forward", "Provider", "peer_versions", "provider_named", "provider_names", "tiled_traffic"]
 
 # query, key, value of a case -> out (B, M, H, E); everything else is prepared ahead and not timed.
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -35,6 +37,10 @@ _CanUse = Callable[[SDPAParams, bool], bool]
 
 # Of flex_attention: sizes, masks and with or without gradients.
 _MAX_COMPILED_CASES = 128
+
+# Packages of peers that this one never depends on, and how each is installed: docs/benchmarks.md.
+_FA3, _FA4 = "fa3-fwd", "flash-attn-4"
+_SM_90 = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,11 @@ def provider_named(name: str) -> Provider:
     if name in provider_names():
         return _tilestream(name, name.removeprefix("tilestream/"))
     raise ArgumentError(f"provider {name!r} does not exist; choose from tilestream, {', '.join(provider_names())}.")
+
+
+def peer_versions() -> dict[str, str | None]:
+    """The versions of optional peers, by package; None where one is not installed."""
+    return {package: _version(package) for package in (_FA3, _FA4)}
 
 
 def tiled_traffic(problem: Problem, backend: str | None, backward: bool) -> Traffic | None:
@@ -239,6 +250,69 @@ def _flex_mask(band: Band, seqlen_q: int, seqlen_k: int, device: torch.device) -
         return create_block_mask(mask, None, None, seqlen_q, seqlen_k, device=device)
 
 
+def _fa3_refuse(case: Case, device: torch.device) -> str | None:
+    # What its wheel leaves out: fa3_fwd_config.py of fa3-fwd 0.0.3.
+    if case.dtype != "bfloat16":
+        return f"{_FA3} is built without {case.dtype}"
+    if case.window is not None:
+        return f"{_FA3} is built without windows"
+    if case.head_dim_v != case.head_dim:
+        return f"{_FA3} takes head_dim_v {case.head_dim_v} beside head_dim {case.head_dim} only in part"
+    return _flash_reason(_FA3, case, device)
+
+
+def _fa3_prepare(case: Case, inputs: AttentionInputs) -> Forward:
+    attend = importlib.import_module("fa3_fwd_interface").flash_attn_func
+
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+            raise UnsupportedError(f"{_FA3} has no backward; leave it out, or measure the forward.")
+        out: Tensor = attend(query, key, value, causal=case.causal, softcap=case.softcap)
+        return out
+
+    return forward
+
+
+def _fa4_refuse(case: Case, device: torch.device) -> str | None:
+    if case.dtype not in ("float16", "bfloat16"):
+        return f"{_FA4} has no {case.dtype}"
+    return _flash_reason(_FA4, case, device)
+
+
+def _fa4_prepare(case: Case, inputs: AttentionInputs) -> Forward:
+    attend = importlib.import_module("flash_attn.cute").flash_attn_func
+    window = (None, None) if case.window is None else case.window
+
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # With lse, which is None where nobody needs it.
+        out: Tensor = attend(query, key, value, causal=case.causal, window_size=window, softcap=case.softcap)[0]
+        return out
+
+    return forward
+
+
+def _flash_reason(package: str, case: Case, device: torch.device) -> str | None:
+    """What both FlashAttentions for Hopper refuse; masks of theirs end at the last key too, and empty rows are 0."""
+    for feature in ("has_bias", "has_alibi", "has_sinks", "dropout_p"):
+        if getattr(case, feature):
+            return f"{package} is not asked for {feature.removeprefix('has_').removesuffix('_p')}"
+    widths = (case.head_dim, case.head_dim_v)
+    if max(widths) > 256 or any(width % 8 for width in widths):
+        return f"{package} takes multiples of 8 up to 256, not head_dim {widths[0]} and head_dim_v {widths[1]}"
+    if (reason := _not_cuda_reason(device)) is not None:
+        return reason
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) != _SM_90:
+        return f"is measured on sm_90, which {torch.cuda.get_device_name(device)} is not"
+    return None if _version(package) else f"{package} is not installed (docs/benchmarks.md says how)"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _not_cuda_reason(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"runs on CUDA, not on {device.type}"
 
@@ -302,6 +376,9 @@ _PEERS = {
         _forced_sdpa("sdpa/flash", SDPBackend.FLASH_ATTENTION, cuda.can_use_flash_attention),
         _forced_sdpa("sdpa/cudnn", SDPBackend.CUDNN_ATTENTION, cuda.can_use_cudnn_attention),
         _forced_sdpa("sdpa/efficient", SDPBackend.EFFICIENT_ATTENTION, cuda.can_use_efficient_attention),
+        # FlashAttention-3 without its backward, and FlashAttention-4.
+        Provider("fa3", _fa3_refuse, _fa3_prepare),
+        Provider("fa4", _fa4_refuse, _fa4_prepare),
         Provider("flex", _flex_refuse, _flex_prepare),
         Provider("materialised", _materialised_refuse, _materialised_prepare, materialised_bytes, score_matrices=3),
     )

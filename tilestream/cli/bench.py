@@ -32,10 +32,24 @@ _OF_CASES = {
     "dtype": "--dtype",
     "no_memory": "--no-memory",
 }
-_SUITES = {"cpu": bench_cpu.run, "gpu": bench_gpu.run}
-_SECONDS = f"{cpu_suite.SECONDS} or {gpu_suite.SECONDS}"
+_SUITES = {
+    "cpu": bench_cpu.run,
+    "gpu": bench_gpu.run,
+    "hopper": bench_gpu.run_hopper,
+    "traffic": bench_gpu.run_traffic,
+}
+_SECONDS = f"cpu {cpu_suite.SECONDS}, others {gpu_suite.SECONDS}"
+_PROVIDERS = f"cpu {cpu_suite.PROVIDER}, gpu {gpu_suite.PROVIDER}, others {gpu_suite.HOPPER_PROVIDER}"
 _USES = " or ".join(f"tilestream bench {suite}" for suite in _SUITES)
 _OF_SUITE = {"quick": "--quick", "provider": "--provider", "from_file": "--from"}
+# Options that somebody else knows, by suite.
+_IDLE = {
+    None: _OF_SUITE,
+    "cpu": _OF_CASES,
+    "gpu": {**_OF_CASES, "threads": "--threads"},
+    "hopper": {**_OF_CASES, "threads": "--threads"},
+    "traffic": {**_OF_CASES, "threads": "--threads", "seconds": "--seconds"},
+}
 
 
 def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
@@ -50,7 +64,8 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
         nargs="?",
         choices=tuple(_SUITES),
         help="measure this suite instead of chosen cases; cpu: the native CPU kernels against their bars, 12 minutes;"
-        " gpu: the GPU kernels against theirs, 4 minutes",
+        " gpu: the GPU kernels against theirs, 4 minutes; hopper: the forward on sm_90 against every public kernel, 3"
+        " minutes; traffic: bytes that a forward moves through HBM, counted by NVIDIA's ncu, 2 minutes",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and providers, or the suite, and stop")
     parser.add_argument("--threads", type=types.count, help="CPU threads; default: torch's choice; cpu: 1 and that")
@@ -70,7 +85,7 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
     chosen.add_argument("--no-memory", action="store_true", help="times only")
     suite = parser.add_argument_group("with a suite")
     suite.add_argument("--quick", action="store_true", help="a part of the suite, about a minute")
-    suite.add_argument("--provider", help=f"what is measured; default {cpu_suite.PROVIDER} or {gpu_suite.PROVIDER}")
+    suite.add_argument("--provider", help=f"what is measured; default {_PROVIDERS}")
     suite.add_argument(
         "--from", dest="from_file", metavar="FILE", help="measure nothing, show the lines of an earlier --output"
     )
@@ -79,8 +94,7 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure, write and print; exit code 1 where a result was wrong."""
-    options = {None: _OF_SUITE, "cpu": _OF_CASES, "gpu": {**_OF_CASES, "threads": "--threads"}}[args.suite]
-    for destination, option in options.items():
+    for destination, option in _IDLE[args.suite].items():
         if getattr(args, destination):
             without = f"does not go with the suite {args.suite!r}" if args.suite else f"needs a suite: {_USES}"
             raise ArgumentError(f"{option} {without}.")

@@ -1,0 +1,166 @@
+"""The measuring of ``tilestream bench traffic``: bytes that a forward moves through HBM, as NVIDIA's profiler counts.
+
+``ncu`` runs a child process, which checks the result, makes one more call to be warm, and has one call profiled. The
+bytes of all kernels of that call are added up.
+
+The profiler empties the caches before each kernel (its default, kept), so a kernel finds nothing of a kernel before it
+in the second-level cache, and what it reads is counted in full. What it writes is not: up to that cache's size may lie
+there yet when the kernel ends. So at least the bytes that must be written count as written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilestream.bench import gate
+from tilestream.bench.cases import Case
+from tilestream.bench.gpu_cells import Cell
+from tilestream.bench.gpu_suite import versions
+from tilestream.bench.measure import Line, facts
+from tilestream.bench.providers import Provider, provider_named
+from tilestream.bench.runs import make_run
+from tilestream.errors import ArgumentError
+from tilestream.io.model import compulsory_bytes
+from tilestream.io.ncu import METRICS, KernelBytes, kernels_of
+
+__all__ = ["find_ncu", "measure_traffic"]
+
+# Where the toolkit's installer leaves it, on the search path or not.
+_USUAL_PLACE = Path("/usr/local/cuda/bin/ncu")
+_LIMIT_S = 180
+
+
+def find_ncu() -> str:
+    """NVIDIA's profiler.
+
+    Raises:
+        ArgumentError: it is not here.
+    """
+    found = shutil.which("ncu") or (str(_USUAL_PLACE) if _USUAL_PLACE.exists() else None)
+    if found is None:
+        raise ArgumentError(
+            f"bench traffic needs NVIDIA's profiler: there is no ncu on the search path, and no {_USUAL_PLACE};"
+            " it comes with the CUDA toolkit."
+        )
+    return found
+
+
+def measure_traffic(
+    cells: Sequence[Cell], provider_name: str, on_step: Callable[[str], None] = lambda step: None
+) -> Iterator[Line]:
+    """Count the bytes of the forward of each cell on the current CUDA device.
+
+    Yields:
+        One line per cell. ``reason`` says why it has no numbers.
+
+    Raises:
+        ArgumentError: the profiler is not here.
+    """
+    ncu, provider, device = find_ncu(), provider_named(provider_name), torch.device("cuda")
+    for cell in cells:
+        on_step(f"{cell.part}: {cell}")
+        reason = provider.refuse(cell.case, device)
+        kernels: list[KernelBytes] = []
+        if reason is None:
+            kernels, reason = _profile(ncu, cell.case, provider.name)
+        yield _line(cell, provider, device, kernels, reason)
+
+
+def _line(
+    cell: Cell, provider: Provider, device: torch.device, kernels: Sequence[KernelBytes], reason: str | None
+) -> Line:
+    problem = cell.case.problem(device.type)
+    least, model = compulsory_bytes(problem), provider.traffic(problem, False)
+    read = sum(kernel.read_bytes for kernel in kernels)
+    written = sum(kernel.written_bytes for kernel in kernels)
+    moved = read + max(written, least.written_bytes) if kernels else None
+    return {
+        "suite": cell.suite,
+        "part": cell.part,
+        "case": cell.case.name,
+        "provider": provider.name,
+        "mode": cell.mode,
+        "needs_grad": cell.needs_grad,
+        "read_bytes": read if kernels else None,
+        "written_bytes": written if kernels else None,
+        "moved_bytes": moved,
+        "bytes_least": least.total_bytes,
+        "bytes_model": None if model is None else model.total_bytes,
+        "over_least": None if moved is None else moved / least.total_bytes,
+        "kernels": [kernel._asdict() for kernel in kernels],
+        "peers": {},
+        "config": cell.case.to_dict(),
+        **facts(device),
+        **versions(),
+        "is_wrong": reason is not None and reason.startswith("wrong result"),
+        "reason": reason,
+    }
+
+
+def _profile(ncu: str, case: Case, provider_name: str) -> tuple[list[KernelBytes], str | None]:
+    """The kernels of one call, or the reason why they could not be counted."""
+    request = json.dumps({"case": case.to_dict(), "provider": provider_name})
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        command = [
+            ncu, "--profile-from-start", "off", "--target-processes", "all", "--clock-control", "none",
+            "--metrics", ",".join(METRICS), "--csv", "--print-units", "base", "--log-file", str(log),
+            sys.executable, "-m", "tilestream.bench.traffic", request,
+        ]  # fmt: skip
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return [], f"the profiled process took more than {_LIMIT_S} s"
+        texts = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    said = [*texts, *done.stdout.splitlines(), *done.stderr.splitlines()]
+    if wrong := next((text for text in said if text.startswith("wrong result")), None):
+        return [], wrong
+    if any("ERR_NVGPUCTRPERM" in text for text in said):
+        return [], "this user may not read the GPU's counters (ERR_NVGPUCTRPERM); an administrator can allow it"
+    if done.returncode != 0:
+        return [], f"ncu ended with code {done.returncode}: {_complaint(said)}"
+    try:
+        kernels = kernels_of(texts)
+    except (KeyError, ValueError) as error:
+        return [], f"the profiler's table is not understood: {type(error).__name__}: {error}"
+    return kernels, None if kernels else f"the profiler saw no kernel: {_complaint(said)}"
+
+
+def _complaint(said: Sequence[str]) -> str:
+    """What ncu says of an error, or the last words of whoever spoke."""
+    spoken = [text.strip() for text in said if text.strip()]
+    errors = [text.removeprefix("==ERROR==").strip() for text in spoken if text.startswith("==ERROR==")]
+    return errors[0] if errors else spoken[-1] if spoken else "no message"
+
+
+def _call(request: dict[str, Any]) -> str | None:
+    """In the child: check, warm up, and have one call profiled; or why the result is wrong."""
+    case, device = Case.from_dict(request["case"]), torch.device("cuda")
+    provider = provider_named(request["provider"])
+    inputs = case.make_inputs(device, drawn_on=device)
+    verdict = gate.compare(gate.consult(case, device, False, inputs), provider)
+    if not verdict.is_green:
+        return f"wrong result: {verdict.reason}"
+    run = make_run(case, provider, "forward", device, inputs=inputs)
+    run.call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    run.call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+    return None
+
+
+if __name__ == "__main__":
+    if (complaint := _call(json.loads(sys.argv[1]))) is not None:
+        print(complaint)
+        sys.exit(1)
