@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,14 +99,14 @@ class Facts:
 class Others(NamedTuple):
     """Tensors without rows, of which most calls have few. Names here and in `Numbers` are those of `triton.call`."""
 
-    lse: Tensor | None = None
-    flags: Tensor | None = None
-    counter: Tensor | None = None  # of the row tiles that are taken, where a schedule is dynamic
-    bias: Tensor | None = None
-    slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
+    lse: Any = None
+    flags: Any = None
+    counter: Any = None  # of the row tiles that are taken, where a schedule is dynamic
+    bias: Any = None
+    slopes: Any = None
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
 
 
 class Numbers(NamedTuple):

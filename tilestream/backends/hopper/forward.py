@@ -1,7 +1,7 @@
 """Attention forward on Hopper, warp-specialised.
 
 Computes   out and lse of a dense call with or without a band; where something can be hidden also flags for
-           `triton.forward.exact_rows_kernel`, which computes again what is not finite in out: one per consumer of a
+           `exact.exact_rows_kernel`, which computes again what is not finite in out: one per consumer of a
            program, whether any of its rows is, and behind them one per row.
 Algorithm  FlashAttention-3, algorithms 1 and 2 (arXiv:2407.08608): S of the next key tile is multiplied while the
            softmax of this one runs. A row maximum that grows by at most 8 (a factor of 256) is kept, as in
@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 from tilestream.backends.hopper.gluon_names import (
     fence_async_shared,
+    gdc_launch_dependents,
     gl,
     jit,
     load_tile,
@@ -420,6 +421,8 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, tensors, numbers, facts: gl
         _barriers(2, 1), _barriers(2, n),
     )  # fmt: skip
     mbarrier.arrive(shared.turn.index(0))
+    # What follows may be launched; it waits for the end of this kernel.
+    gdc_launch_dependents()
     if n == 2:
         gl.warp_specialize(
             [

@@ -12,10 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 __all__ = [
     "GluonASTSource",
     "fence_async_shared",
+    "gdc_launch_dependents",
     "gl",
     "jit",
     "load_tile",

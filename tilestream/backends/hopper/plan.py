@@ -31,6 +31,7 @@ from tilestream.backends.hopper.call import (
     readable_bias,
     tma_strides,
 )
+from tilestream.backends.hopper.exact import exact_rows_kernel
 from tilestream.backends.hopper.forward import forward_kernel
 from tilestream.backends.hopper.gluon_names import GluonASTSource, gl
 from tilestream.backends.triton.call import Tensors, contiguous_strides, shapes_of
@@ -119,7 +120,7 @@ class Plan:
         self._num_programs = min(self.numbers.num_units, _num_processors(how.device))
         num_flaggers = self._num_programs * self.config.num_consumers
         self._flags = (num_flaggers + math.prod(lse),), (1,)
-        self._exact = [exact_rows_step(problem, how, num_flaggers)] if self.facts.flags else []
+        self._exact = [exact_rows_step(problem, how, exact_rows_kernel, num_flaggers)] if self.facts.flags else []
         # Found at the first launch.
         self._compiled: Any = None
 

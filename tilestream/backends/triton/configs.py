@@ -37,6 +37,8 @@ class Config:
     takes_turns: bool = False
     # Tiles of keys that a program takes one after the other; of the exact key kernel.
     num_slices: int = 1
+    # Launched before the kernel ahead of it ends, for whose end it waits itself; of Hopper.
+    starts_early: bool = False
 
 
 _Table = dict[int, dict[str, Config]]

@@ -38,10 +38,7 @@ from tilestream.backends.triton.tiles import (
     tile_index,
 )
 
-__all__ = ["combine_kernel", "exact_forward_kernel", "exact_rows_kernel", "forward_kernel"]
-
-# At most, before the flags of rows.
-_FLAGGERS = tl.constexpr(1024)
+__all__ = ["combine_kernel", "exact_forward_kernel", "exact_program", "forward_kernel"]
 
 
 @triton.jit
@@ -196,42 +193,11 @@ def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
             for index in tl.range(0, FLAGS):
                 program = first + index * tl.num_programs(0)
                 if is_flagged(program, tensors, numbers):
-                    _exact_program(program, tensors, numbers, facts)
-
-
-@triton.jit(do_not_specialize=["numbers"])
-def exact_rows_kernel(tensors, numbers, facts: tl.constexpr):
-    """out of tiles with flagged rows: of kernels whose rows are not packed.
-
-    Their flags lie as lse does, behind `num_flaggers` others; where none of these is set, none of those is.
-    """
-    are_set = tl.arange(0, _FLAGGERS) < numbers.num_flaggers
-    if tl.max(tl.load(tensors.flags + tl.arange(0, _FLAGGERS), are_set, other=0), 0) == 0:
-        return
-    for round_index in tl.range(0, num_rounds(numbers)):
-        first = first_of(round_index)
-        programs = first + tl.arange(0, FLAGS) * tl.num_programs(0)
-        if tl.max(_num_flagged_rows(programs, tensors, numbers, facts), 0) != 0:
-            for index in tl.range(0, FLAGS):
-                program = first + index * tl.num_programs(0) + tl.arange(0, 1)
-                if tl.max(_num_flagged_rows(program, tensors, numbers, facts), 0) != 0:
-                    _exact_program(first + index * tl.num_programs(0), tensors, numbers, facts)
+                    exact_program(program, tensors, numbers, facts)
 
 
 @triton.jit
-def _num_flagged_rows(programs, tensors, numbers, facts: tl.constexpr):
-    """How many rows of the tiles of these programs (P) are flagged."""
-    tiles, head_kv, batch, _split = tile_index(programs, numbers, facts)
-    sequence, tiles = locate(tiles[:, None], head_kv[:, None], batch[:, None], tensors, numbers, facts, BY_KEYS=False)
-    rows = tiles * facts.block_m + tl.arange(0, facts.block_m)[None, :]
-    are_rows = (programs < numbers.num_programs)[:, None] & (rows < sequence.seqlen_q * facts.group)
-    places = numbers.num_flaggers + numbers_at(rows, sequence, numbers, facts)
-    flags = tl.load(tensors.flags + places, are_rows, other=0)
-    return tl.sum((flags != 0).to(tl.int32), 1)
-
-
-@triton.jit
-def _exact_program(program, tensors, numbers, facts: tl.constexpr):
+def exact_program(program, tensors, numbers, facts: tl.constexpr):
     tile, head_kv, batch, split = tile_index(program, numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
     # Programs without rows have flagged nothing, and their flag holds anything.

@@ -139,6 +139,8 @@ def options(config: Config, backend: str) -> dict[str, Any]:
     found = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers is not None and backend == "cuda":
         found["maxnreg"] = config.max_registers
+    if config.starts_early:
+        found["launch_pdl"] = True
     return found
 
 

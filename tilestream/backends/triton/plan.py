@@ -255,11 +255,10 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
     return Plan(how.device, [*made, *_flags_of(steps)], steps, others)
 
 
-def exact_rows_step(problem: Problem, how: How, num_flaggers: int) -> Step:
-    """Computes again the rows of out that a forward of another backend has flagged (`forward.exact_rows_kernel`)."""
-    build = _Builder(problem, how)
-    config, sizes = _config("exact_forward", problem, how), {"num_flaggers": num_flaggers}
-    step = build.row_step(forward_kernels.exact_rows_kernel, config, sizes=sizes)
+def exact_rows_step(problem: Problem, how: How, kernel: Any, num_flaggers: int) -> Step:
+    """Another backend's exact kernel, for the rows that its forward has flagged (`hopper.exact`)."""
+    config = dataclasses.replace(_config("exact_forward", problem, how), starts_early=True)
+    step = _Builder(problem, how).row_step(kernel, config, sizes={"num_flaggers": num_flaggers})
     return _looks_at_flags(step, how)
 
 

@@ -1,0 +1,55 @@
+"""Rows of the Hopper forward that are not finite, exact: `triton.forward`'s exact kernel, for flags of rows.
+
+Launched before the forward ends, which hides most of what a launch takes (3 us of 5), and at its end soon where nothing
+is flagged.
+
+Shapes: P programs of tiles of packed rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from tilestream.backends.triton.careful import FLAGS, first_of, num_rounds
+from tilestream.backends.triton.forward import exact_program
+from tilestream.backends.triton.tiles import locate, numbers_at, tile_index
+
+__all__ = ["exact_rows_kernel"]
+
+# At most, before the flags of rows.
+_FLAGGERS = tl.constexpr(1024)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def exact_rows_kernel(tensors, numbers, facts: tl.constexpr):
+    """out of tiles with flagged rows: of kernels whose rows are not packed.
+
+    Their flags lie as lse does, behind `num_flaggers` others; where none of these is set, none of those is.
+    """
+    # It was launched early (`Config.starts_early`).
+    gdc_wait()
+    are_set = tl.arange(0, _FLAGGERS) < numbers.num_flaggers
+    if tl.max(tl.load(tensors.flags + tl.arange(0, _FLAGGERS), are_set, other=0), 0) == 0:
+        return
+    for round_index in tl.range(0, num_rounds(numbers)):
+        first = first_of(round_index)
+        programs = first + tl.arange(0, FLAGS) * tl.num_programs(0)
+        if tl.max(_num_flagged_rows(programs, tensors, numbers, facts), 0) != 0:
+            for index in tl.range(0, FLAGS):
+                program = first + index * tl.num_programs(0) + tl.arange(0, 1)
+                if tl.max(_num_flagged_rows(program, tensors, numbers, facts), 0) != 0:
+                    exact_program(first + index * tl.num_programs(0), tensors, numbers, facts)
+
+
+@triton.jit
+def _num_flagged_rows(programs, tensors, numbers, facts: tl.constexpr):
+    """How many rows of the tiles of these programs (P) are flagged."""
+    tiles, head_kv, batch, _split = tile_index(programs, numbers, facts)
+    sequence, tiles = locate(tiles[:, None], head_kv[:, None], batch[:, None], tensors, numbers, facts, BY_KEYS=False)
+    rows = tiles * facts.block_m + tl.arange(0, facts.block_m)[None, :]
+    are_rows = (programs < numbers.num_programs)[:, None] & (rows < sequence.seqlen_q * facts.group)
+    places = numbers.num_flaggers + numbers_at(rows, sequence, numbers, facts)
+    flags = tl.load(tensors.flags + places, are_rows, other=0)
+    return tl.sum((flags != 0).to(tl.int32), 1)
