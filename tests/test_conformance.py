@@ -27,10 +27,8 @@ def _hopper_refuses(case: Case, device_type: str) -> bool:
     if device_type != "cuda" or case.dtype not in (torch.float16, torch.bfloat16):
         return True
     has_no_pairs = case.batch == 0 or (case.layout == "dense" and 0 in case.lengths)
-    # Few rows over so many keys: the Triton backend splits them.
-    is_split = case.layout == "dense" and case.lengths[1] >= 1000
     is_odd = any(width % 8 or width > 256 for width in case.widths) or (case.scale is not None and case.scale <= 0)
-    return has_no_pairs or is_split or is_odd or case.dropout_p > 0
+    return has_no_pairs or is_odd or case.dropout_p > 0
 
 
 # Which cases a backend may refuse, per backend, given the case and the device type. A refusal that is not expected

@@ -31,11 +31,6 @@ def _attend(tensors: list[Tensor], backend: str, **options: object) -> tuple[Ten
     return (out, *torch.autograd.grad(out.float().square().sum(), tensors))
 
 
-def _leave_to_triton(backend: str, options: dict[str, object]) -> None:
-    if backend == "hopper" and not options.keys() <= {"causal", "window"}:
-        pytest.skip(f"the Hopper kernel has no {', '.join(options.keys() - {'causal', 'window'})}")
-
-
 def _num_compiled() -> int:
     """Kernels of both backends that this process has compiled or read from a cache."""
     from tilestream.backends.triton.launch import num_compiled
@@ -50,7 +45,6 @@ def _num_compiled() -> int:
 @each_backend
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 0)}, {"window": (30, 0), "softcap": 5.0}])
 def test_cuda_graphs(backend: str, options: dict[str, object]) -> None:
-    _leave_to_triton(backend, options)
     tensors = _tensors(2, 300, 4, 64)
     _attend(tensors, backend, **options)
     graph = torch.cuda.CUDAGraph()
@@ -72,7 +66,6 @@ def test_nothing_finite_is_computed_twice(
     """What the exact kernels do shows in no value, only in the time."""
     from tilestream.backends.triton import plan
 
-    _leave_to_triton(backend, options)
     flags = []
     launch = plan.launch
 
@@ -91,7 +84,7 @@ def test_nothing_finite_is_computed_twice(
         def look_and_launch(
             steps: list[plan.Step], others: object, tensors: plan.Tensors, device: torch.device
         ) -> None:
-            # One for each row, written by the kernel before.
+            # Those of programs and of rows, written by the kernel before.
             flags.append(tensors.flags.clone())
             launch(steps, others, tensors, device)
 
@@ -124,8 +117,9 @@ def test_what_is_hidden_and_not_finite_is_computed_again(monkeypatch: pytest.Mon
     assert torch.allclose(got[:, :1000].float(), wanted[:, :1000].float(), rtol=0.02, atol=0.02)
     assert bool(got[:, 1000:].isnan().all())
     assert not bool(flags[0].any())
-    assert bool(flags[1][..., 1000:].all())
-    assert not bool(flags[1][..., :512].any())
+    rows = flags[1][-20 * 1024 :].view(20, 1024)
+    assert bool(rows[:, 1000:].all())
+    assert not bool(rows[:, :512].any())
 
 
 @each_backend
@@ -163,7 +157,7 @@ def test_a_changed_length_compiles_nothing(backend: str) -> None:
     for seqlen in (1024, 512):
         _attend(_tensors(2, seqlen, heads, 64), backend, causal=True)
     before = _num_compiled()
-    for seqlen in (1000, 33, 4096, 48, 513):
+    for seqlen in (1000, 133, 4096, 148, 513):
         _attend(_tensors(1, seqlen, heads, 64), backend, causal=True)
     assert _num_compiled() == before
 
@@ -204,7 +198,7 @@ def test_more_than_two_to_the_31_elements(backend: str) -> None:
 
 @each_backend
 def test_more_batch_entries_and_heads_than_a_grid_dimension(backend: str) -> None:
-    tensors = _tensors(70_000, 16, 1, 32)
+    tensors = _tensors(70_000, 80, 1, 32)
     got = _attend(tensors, backend)
     wanted = _attend([x.detach()[-3:].clone().requires_grad_() for x in tensors], backend)
     for ours, theirs in zip(got, wanted, strict=True):
@@ -224,7 +218,7 @@ def test_more_batch_entries_and_heads_than_a_grid_dimension(backend: str) -> Non
     ],
 )
 def test_the_choice_on_a_gpu(changes: dict[str, object], chosen: str) -> None:
-    sizes = {"seqlen_q": 64, "num_heads_q": 2, "head_dim": 64, "dtype": torch.bfloat16, "device_type": "cuda"}
+    sizes = {"seqlen_q": 256, "num_heads_q": 2, "head_dim": 64, "dtype": torch.bfloat16, "device_type": "cuda"}
     explanation = tilestream.explain(Problem.dense(**{**sizes, **changes}))  # type: ignore[arg-type]
     assert explanation.chosen == (chosen if HAS_HOPPER else "triton"), str(explanation)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import FEATURES, Case, pairwise
 from inputs import LARGE, make_inputs
-from targets import HAS_HOPPER
+from targets import HAS_HOPPER, Target
 from tolerance import faults, same_bits
 
 from tilestream.backends import hopper
@@ -37,27 +37,23 @@ _FEATURES: dict[str, tuple[Any, ...]] = {
 CASES = [Case(f"hopper{number:03d}", **row) for number, row in enumerate(pairwise(_FEATURES))]
 
 
-def test_cases_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "num_splits", _no_splits)
-    assert [case for case in CASES if hopper._problem_reason(case.problem("cuda", is_backward=False), 132)] == []
+def test_cases_are_served() -> None:
+    with Target("hopper").in_use():
+        refused = [case for case in CASES if hopper._problem_reason(case.problem("cuda", is_backward=False), 132)]
+    assert refused == []
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("is_finite", [True, False], ids=["finite", "nan"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_forward(case: Case, is_finite: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "num_splits", _no_splits)
+def test_forward(case: Case, is_finite: bool, device: torch.device) -> None:
     inputs = make_inputs(case, device, **({"unseen": LARGE} if is_finite else {}))
     before = inputs.fingerprint()
-    result, again = inputs.forward("hopper"), inputs.forward("hopper")
+    with Target("hopper").in_use():
+        result, again = inputs.forward("hopper"), inputs.forward("hopper")
     for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
         assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
     assert all(map(same_bits, result, again)), f"two runs differ: {case}"
     found = faults(inputs, result, {})
     assert not found, "\n".join([*found, str(case)])
-
-
-def _no_splits(*_: object) -> tuple[int, int]:
-    """Few rows are served here too."""
-    return 1, 0

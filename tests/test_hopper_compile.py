@@ -123,7 +123,8 @@ def _problem(**changes: Any) -> Problem:
     [
         ({}, None),
         ({"band": Band(None, 0), "num_heads_kv": 4, "seqlen_k": 1, "head_dim": 8, "head_dim_v": 256}, None),
-        ({"band": Band(10, -3), "seqlen_q": 1, "batch": 64, "dtype": torch.float16}, None),
+        ({"band": Band(10, -3), "seqlen_q": 65, "batch": 64, "dtype": torch.float16}, None),
+        ({"seqlen_q": 16, "num_heads_kv": 4, "batch": 64}, "few rows, 64"),
         ({"dtype": torch.float32}, "float32"),
         ({"softcap": 3.0, "has_bias": True, "has_alibi": True, "has_sinks": True, "deterministic": True}, None),
         ({"dropout_p": 0.1}, "dropout"),
@@ -133,7 +134,7 @@ def _problem(**changes: Any) -> Problem:
         ({"scale": -1.0}, "not positive"),
         ({"seqlen_k": 0}, "no keys"),
         ({"batch": 0}, "no queries"),
-        ({"seqlen_q": 1, "seqlen_k": 100_000, "batch": 1}, "split"),
+        ({"seqlen_q": 100, "seqlen_k": 100_000, "batch": 1, "num_heads_q": 1}, "split"),
     ],
 )
 def test_refuses_what_it_cannot_run(changes: dict[str, Any], words: str | None) -> None:
@@ -142,7 +143,7 @@ def test_refuses_what_it_cannot_run(changes: dict[str, Any], words: str | None) 
 
 
 def test_refuses_packed_calls_without_tokens() -> None:
-    assert hopper._problem_reason(_problem().packed([5, 0, 7], [5, 3, 0]), 132) is None
+    assert hopper._problem_reason(_problem().packed([5, 0, 70], [5, 3, 0]), 132) is None
     for lengths in (([], []), ([0], [5]), ([5], [0])):
         assert "no queries or no keys" in (hopper._problem_reason(_problem().packed(*lengths), 132) or "")
 

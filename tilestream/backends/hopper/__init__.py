@@ -28,6 +28,8 @@ _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD_DIM = 256
 # TMA counts in 16 bytes.
 _HEAD_DIM_UNIT = 8
+# Of a KV head; half of a tile.
+_FEW_ROWS = 64
 # Positions, edges and rows are 32-bit numbers in the kernel; addresses are not.
 _MOST_ROWS = 2**28
 # Scales whose products with a score float32 can hold, far from its ends.
@@ -99,6 +101,13 @@ def _problem_reason(problem: Problem, num_processors: int) -> str | None:
     # Of a packed call a sequence has a tile, whatever its length.
     if max(problem.total_k, (problem.total_q + problem.batch) * problem.num_heads_q) > _MOST_ROWS:
         return "it has more than 2**28 rows of queries or keys"
+    return _decoding_reason(problem, num_processors)
+
+
+def _decoding_reason(problem: Problem, num_processors: int) -> str | None:
+    """Why a call of few rows is the Triton backend's, which packs the rows of a KV head and can split its keys."""
+    if problem.seqlen_q * problem.group <= _FEW_ROWS:
+        return f"a KV head has few rows, {problem.seqlen_q * problem.group}, which are faster packed"
     if num_splits(problem, triton_config_for("forward", problem), num_processors)[0] > 1:
         return "a few rows over many keys are faster with the keys split"
     return None

@@ -198,6 +198,7 @@ def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
 
 @triton.jit
 def exact_program(program, tensors, numbers, facts: tl.constexpr):
+    """out of a program's tile."""
     tile, head_kv, batch, split = tile_index(program, numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
     # Programs without rows have flagged nothing, and their flag holds anything.
