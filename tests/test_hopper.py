@@ -39,7 +39,7 @@ CASES = [Case(f"hopper{number:03d}", **row) for number, row in enumerate(pairwis
 
 def test_cases_are_served() -> None:
     with Target("hopper").in_use():
-        refused = [case for case in CASES if hopper._problem_reason(case.problem("cuda", is_backward=False), 132)]
+        refused = [case for case in CASES if hopper.problem_reason(case.problem("cuda", is_backward=False), 132)]
     assert refused == []
 
 

@@ -138,14 +138,14 @@ def _problem(**changes: Any) -> Problem:
     ],
 )
 def test_refuses_what_it_cannot_run(changes: dict[str, Any], words: str | None) -> None:
-    reason = hopper._problem_reason(_problem(**changes), 132)
+    reason = hopper.problem_reason(_problem(**changes), 132)
     assert reason is None if words is None else words in (reason or "")
 
 
 def test_refuses_packed_calls_without_tokens() -> None:
-    assert hopper._problem_reason(_problem().packed([5, 0, 70], [5, 3, 0]), 132) is None
+    assert hopper.problem_reason(_problem().packed([5, 0, 70], [5, 3, 0]), 132) is None
     for lengths in (([], []), ([0], [5]), ([5], [0])):
-        assert "no queries or no keys" in (hopper._problem_reason(_problem().packed(*lengths), 132) or "")
+        assert "no queries or no keys" in (hopper.problem_reason(_problem().packed(*lengths), 132) or "")
 
 
 def test_refuses_other_devices() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from tilestream import dispatch, teaching
+from tilestream.backends import hopper
 from tilestream.bench import bars, cpu_bars, gpu_bars, hopper_bars, traffic_bars
 from tilestream.bench.measure import Line
 from tilestream.bench.report import Table, format_bytes, markdown_table, measurement_table, read_lines
@@ -46,7 +47,7 @@ DEMO_FILES = {
 _MARKED = re.compile(r"(<!-- generated:(?P<name>[a-z-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 _NO_NUMBERS = "No results are committed yet; `make demo` prints them for your machine."
 
-# What is asked of every backend: how the question differs from plain attention over 1024 tokens.
+# What is asked of every backend: how the question differs from plain attention of 8 sequences of 1024 tokens.
 _QUESTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"spec": AttentionSpec(band=Band(None, 0))},
@@ -59,35 +60,47 @@ _QUESTIONS: dict[str, dict[str, Any]] = {
     "deterministic gradients": {"spec": AttentionSpec(deterministic=True)},
     "GQA, MQA": {"num_heads_kv": 2},
     "seqlen_q != seqlen_k": {"seqlen_k": 100},
-    "head_dim_v != head_dim": {"head_dim_v": 128},
+    "head_dim_v != head_dim": {"head_dim_v": 64},
     "head_dim 40": {"head_dim": 40},
     "head_dim 256": {"head_dim": 256},
     "head_dim 512": {"head_dim": 512},
 }
 _PACKED = "packed sequences (varlen)"
 _DEVICE_TYPES = ("cpu", "cuda")
+_NOTHING = "no"
+_H200_PROCESSORS = 132
 
 
 def support() -> str:
     """Feature by backend and device: the dtypes for which forward and backward both run."""
     columns = [(name, device_type) for name in dispatch.BACKENDS for device_type in _DEVICE_TYPES]
-    headers = ("feature", *(f"`{name}` on {device_type}" for name, device_type in columns))
-    rows = [(feature, *(_dtypes(feature, *column) for column in columns)) for feature in (*_QUESTIONS, _PACKED)]
-    return markdown_table(Table(headers, rows))
+    features = (*_QUESTIONS, _PACKED)
+    cells = {column: [_dtypes(feature, *column) for feature in features] for column in columns}
+    served = {column: found for column, found in cells.items() if set(found) != {_NOTHING}}
+    headers = ("feature", *(f"`{name}` on {'sm_90' if name == 'hopper' else kind}" for name, kind in served))
+    return markdown_table(Table(headers, list(zip(features, *served.values(), strict=True))))
 
 
 def _dtypes(feature: str, backend: str, device_type: str) -> str:
     """The dtypes of one cell of the support matrix, such as `f16 bf16`."""
     accepted = []
     for dtype in SUPPORTED_DTYPES:
-        sizes = {"seqlen_q": 1024, "num_heads_q": 8, "head_dim": 64, **_QUESTIONS.get(feature, {})}
+        sizes = {"batch": 8, "seqlen_q": 1024, "num_heads_q": 8, "head_dim": 128, **_QUESTIONS.get(feature, {})}
         problem = Problem.dense(dtype=dtype, device_type=device_type, **sizes)
         if feature == _PACKED:
-            problem = problem.packed([1024, 200], [1024, 300])
+            problem = problem.packed([1024, 200] * 4, [1024, 300] * 4)
         directions = (problem, dataclasses.replace(problem, is_backward=True))
-        if all(dispatch.backend(backend).supports(direction) is None for direction in directions):
+        if all(_refusal(backend, direction) is None for direction in directions):
             accepted.append(str(dtype).removeprefix("torch.").replace("float", "f"))
-    return "all" if len(accepted) == len(SUPPORTED_DTYPES) else " ".join(accepted) or "no"
+    return "all" if len(accepted) == len(SUPPORTED_DTYPES) else " ".join(accepted) or _NOTHING
+
+
+def _refusal(backend: str, problem: Problem) -> str | None:
+    """Why `backend` does not run `problem` on its kind of device, which need not be here."""
+    if backend == "hopper" and problem.device_type == "cuda" and not problem.is_backward:
+        return hopper.problem_reason(problem, _H200_PROCESSORS)
+    # Its backward is the Triton backend's.
+    return dispatch.backend("triton" if backend == "hopper" else backend).supports(problem)
 
 
 def teaching_forward() -> str:

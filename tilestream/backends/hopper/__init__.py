@@ -22,7 +22,7 @@ from tilestream.backends.triton.configs import num_splits
 from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.state import AttentionOutput
 
-__all__ = ["BACKEND", "HopperBackend"]
+__all__ = ["BACKEND", "HopperBackend", "problem_reason"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD_DIM = 256
@@ -30,6 +30,8 @@ _LARGEST_HEAD_DIM = 256
 _HEAD_DIM_UNIT = 8
 # Of a KV head; half of a tile.
 _FEW_ROWS = 64
+# Up to which a row's exponentials take longer than its products.
+_SMALL_HEAD_DIM = 64
 # Positions, edges and rows are 32-bit numbers in the kernel; addresses are not.
 _MOST_ROWS = 2**28
 # Scales whose products with a score float32 can hold, far from its ends.
@@ -49,7 +51,7 @@ class HopperBackend:
             return "Gluon has no interpreter"
         if reason is None and problem.is_backward:
             return triton.BACKEND.supports(problem)
-        return reason if reason is not None else _problem_reason(problem, _num_processors())
+        return reason if reason is not None else problem_reason(problem, _num_processors())
 
     def tile_shape(self, problem: Problem) -> tuple[int, int]:
         """See `Backend.tile_shape`."""
@@ -82,8 +84,8 @@ class HopperBackend:
         return triton.BACKEND.backward(problem, inputs, output, dout, dlse, needs_dbias, needs_dsinks)
 
 
-def _problem_reason(problem: Problem, num_processors: int) -> str | None:
-    """Why the kernel cannot run a call, or should not."""
+def problem_reason(problem: Problem, num_processors: int) -> str | None:
+    """Why the kernel cannot run a call on a Hopper GPU of so many processors, or should not; None if it does."""
     spec = problem.spec
     widths = problem.head_dim, problem.head_dim_v
     if problem.dtype not in _DTYPES:
@@ -101,11 +103,13 @@ def _problem_reason(problem: Problem, num_processors: int) -> str | None:
     # Of a packed call a sequence has a tile, whatever its length.
     if max(problem.total_k, (problem.total_q + problem.batch) * problem.num_heads_q) > _MOST_ROWS:
         return "it has more than 2**28 rows of queries or keys"
-    return _decoding_reason(problem, num_processors)
+    return _slower_reason(problem, num_processors)
 
 
-def _decoding_reason(problem: Problem, num_processors: int) -> str | None:
-    """Why a call of few rows is the Triton backend's, which packs the rows of a KV head and can split its keys."""
+def _slower_reason(problem: Problem, num_processors: int) -> str | None:
+    """Why a call is left to the Triton backend, which packs the rows of a KV head and can split its keys."""
+    if problem.spec.softcap > 0 and max(problem.head_dim, problem.head_dim_v) <= _SMALL_HEAD_DIM:
+        return f"a softcap is slower here with a head_dim up to {_SMALL_HEAD_DIM}"
     if problem.seqlen_q * problem.group <= _FEW_ROWS:
         return f"a KV head has few rows, {problem.seqlen_q * problem.group}, which are faster packed"
     if num_splits(problem, triton_config_for("forward", problem), num_processors)[0] > 1:

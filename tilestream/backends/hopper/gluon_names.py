@@ -28,6 +28,7 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
-load_tile = tma.async_copy_global_to_shared
-store_tile = tma.async_copy_shared_to_global
+# Of Triton 3.6 first, then of 3.9.
+load_tile = getattr(tma, "async_copy_global_to_shared", None) or tma.async_load
+store_tile = getattr(tma, "async_copy_shared_to_global", None) or tma.async_store
 store_wait = tma.store_wait
