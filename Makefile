@@ -10,6 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
+NEWEST_TRITON := $(VENV)/newest-triton
 
 .DEFAULT_GOAL := help
 .PHONY: help install native demo test check check-native test-gpu readme clean
@@ -39,7 +40,13 @@ native: $(STAMP)  ## compile the native CPU kernels that are out of date (needs 
 demo: native  ## the main job: timings on this machine, then a real model reading a real text
 	$(BIN)/tilestream demo $(ARGS)
 
-test: native  ## the whole suite on the CPU
+# Names of the dialect that the Hopper kernels are written in change from version to version.
+$(NEWEST_TRITON): constraints.txt $(STAMP)
+	@if [ "$$(uname -s)" = Linux ]; then \
+	  $(PIP) install --quiet --upgrade --no-deps --target $@ $$(sed -n 's/^## \(triton==\)/\1/p' constraints.txt); fi
+	@mkdir -p $@ && touch $@
+
+test: native $(NEWEST_TRITON)  ## the whole suite on the CPU
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(STAMP)  ## lint, format, types, layers, budgets

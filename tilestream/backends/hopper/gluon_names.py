@@ -28,7 +28,7 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
-# Of Triton 3.6 first, then of 3.9.
-load_tile = getattr(tma, "async_copy_global_to_shared", None) or tma.async_load
-store_tile = getattr(tma, "async_copy_shared_to_global", None) or tma.async_store
+# Names of Triton 3.9, where those of 3.6 only say that they are gone.
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
