@@ -184,7 +184,7 @@ def test_the_table_has_the_form_of_the_bars(monkeypatch: pytest.MonkeyPatch) -> 
     assert layers.rows[0][-1] == "1.10 / 1.10 / 0.98"
     assert layers.rows[5][3] == "- / 321 / 321"
     assert [row[0] for row in gpt2.rows] == ["d=64 full", "d=64 causal"]
-    monkeypatch.setitem(hopper_bars.CAUSES, slow, "it rained")
+    monkeypatch.setattr(hopper_bars, "CAUSES", {slow: "it rained"})
     assert hopper_bars.slower_cells(lines) == [
         "bfloat16 causal forward, 16x1024 tokens, head_dim 256, 8 heads: 0.96 of sdpa/cudnn; no cause is named yet",
         "bfloat16 full forward, 1x16384 tokens, head_dim 64, 32 heads: 0.98 of fa3; it rained",
