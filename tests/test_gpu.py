@@ -39,7 +39,7 @@ def _num_compiled() -> int:
         return num_compiled()
     from tilestream.backends.hopper import plan
 
-    return num_compiled() + int(plan._compiled.cache_info().currsize)
+    return num_compiled() + plan.num_compiled()
 
 
 # torch warns of it in a capture that works.

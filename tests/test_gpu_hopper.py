@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -177,3 +178,50 @@ def test_a_call_does_not_wait_for_the_device() -> None:
     spent_s = time.monotonic() - began
     torch.cuda.synchronize()
     assert spent_s < 0.05
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}])
+def test_reduce_overhead(options: dict[str, object]) -> None:
+    """Its warm-up is no capture, but wants all memory back that was taken in it."""
+    compiled = torch.compile(lambda *x: _attend(*x, **options).out * 2, mode="reduce-overhead", fullgraph=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(4):
+            tensors = [_numbers(4, 384, 40, 64) for _ in range(3)]
+            torch.compiler.cudagraph_mark_step_begin()
+            got = compiled(*tensors).clone()
+            assert torch.equal(got, _attend(*tensors, **options).out * 2)
+
+
+def test_a_pool_of_memory_that_is_given_back() -> None:
+    tensors = [_numbers(4, 384, 40, 64) for _ in range(3)]
+    wanted = _attend(*tensors, causal=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            first = _attend(*tensors, causal=True).out.sum().item()
+        del pool
+        junk = [torch.full((2**20,), 2**30, dtype=torch.int32, device="cuda") for _ in range(8)]
+        again = _attend(*tensors, causal=True)
+        stream.synchronize()
+    assert first == wanted.out.sum().item()
+    assert torch.equal(again.out, wanted.out)
+    assert len(junk) == 8
+
+
+def test_two_threads_and_two_streams() -> None:
+    tensors = [_numbers(4, 512, 40, 128) for _ in range(3)]
+    wanted = _attend(*tensors, causal=True)
+    torch.cuda.synchronize()
+
+    def call_often(stream: torch.cuda.Stream) -> bool:
+        with torch.cuda.stream(stream):
+            results = [_attend(*tensors, causal=True) for _ in range(50)]
+            same = torch.stack([(x.out == wanted.out).all() & (x.lse == wanted.lse).all() for x in results]).all()
+            return bool(same)
+
+    streams = [torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.current_stream()]
+    with ThreadPoolExecutor(len(streams)) as pool:
+        assert all(pool.map(call_often, streams))

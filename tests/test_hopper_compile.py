@@ -175,7 +175,7 @@ def test_refuses_what_it_cannot_run(changes: dict[str, Any], words: str | None) 
 
 
 def test_refuses_packed_calls_without_tokens() -> None:
-    assert hopper.problem_reason(_problem().packed([5, 0, 70], [5, 3, 0]), 132) is None
+    assert hopper.problem_reason(_problem().packed([5, 0, 700], [5, 3, 0]), 132) is None
     for lengths in (([], []), ([0], [5]), ([5], [0])):
         assert "no queries or no keys" in (hopper.problem_reason(_problem().packed(*lengths), 132) or "")
 

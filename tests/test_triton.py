@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +374,32 @@ def test_a_flag_is_read_by_the_program_that_it_is_of(
                     takes_parts.add(problem.head_dim)
                 flagging = step if step.facts.flags else None
     assert takes_parts == ({16, 64, 128} if is_hopper and dtype == torch.float32 else set())
+
+
+# ---- how it compiles
+
+
+def test_kernels_are_compiled_in_threads_and_loaded_in_this_one() -> None:
+    """A thread that is new has device 0 as its current one, whatever this thread's is."""
+    from tilestream.backends.triton.launch import compile_together
+
+    compiled_in, loaded_in = list[int](), list[int]()
+
+    class Kernel:
+        @property
+        def run(self) -> None:
+            loaded_in.append(threading.get_ident())
+
+    def compile_one() -> Kernel:
+        compiled_in.append(threading.get_ident())
+        return Kernel()
+
+    kernels = compile_together({"one": compile_one, "two": compile_one})
+    assert list(kernels) == ["one", "two"]
+    assert len(compiled_in) == 2
+    assert threading.get_ident() not in compiled_in
+    assert loaded_in == [threading.get_ident()] * 2
+    assert compile_together({}) == {}
 
 
 # ---- what it refuses

@@ -85,16 +85,21 @@ class Verdict(Generic[CellT]):
         return f"not measured in full: {self.num_measured} of {self.num_cells} cells"
 
 
+# What the tables read of every line.
+_OF_EVERY_LINE = ("config", "device", "torch", "commit", "date", "is_wrong")
+
+
 def suite_lines(lines: Iterable[Line], suite: str) -> list[Line]:
     """Those of the lines that ``tilestream bench`` wrote for `suite`.
 
     Raises:
         ArgumentError: there is none.
     """
-    found = [line for line in lines if line.get("suite") == suite]
-    if not found:
+    found = [line for line in lines if isinstance(line, dict) and line.get("suite") == suite]
+    if not found or any(name not in line for line in found for name in _OF_EVERY_LINE):
         raise ArgumentError(
-            f"--from names a file without lines of `tilestream bench {suite}`; write one with --output."
+            f"--from names a file without lines of `tilestream bench {suite}`, or with broken ones; write one with"
+            " --output."
         )
     return found
 

@@ -96,7 +96,7 @@ def tiled_traffic(problem: Problem, backend: str | None, backward: bool) -> Traf
     if chosen is None:
         return None
     block_m, _ = dispatch.backend(chosen).tile_shape(problem)
-    return tiled_bytes(problem, block_m, backward, packs_group=True)
+    return tiled_bytes(problem, block_m, backward, packs_group=backward or chosen != "hopper")
 
 
 def _tilestream(name: str, backend: str | None) -> Provider:

@@ -11,7 +11,9 @@ there yet when the kernel ends. So at least the bytes that must be written count
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +39,7 @@ __all__ = ["find_ncu", "measure_traffic"]
 # Where the toolkit's installer leaves it, on the search path or not.
 _USUAL_PLACE = Path("/usr/local/cuda/bin/ncu")
 _LIMIT_S = 180
+_FAILED = "the profiled process failed"
 
 
 def find_ncu() -> str:
@@ -101,7 +104,7 @@ def _line(
         "config": cell.case.to_dict(),
         **facts(device),
         **versions(),
-        "is_wrong": reason is not None and reason.startswith("wrong result"),
+        "is_wrong": reason is not None and reason.startswith(("wrong result", _FAILED)),
         "reason": reason,
     }
 
@@ -116,18 +119,24 @@ def _profile(ncu: str, case: Case, provider_name: str) -> tuple[list[KernelBytes
             "--metrics", ",".join(METRICS), "--csv", "--print-units", "base", "--log-file", str(log),
             sys.executable, "-m", "tilestream.bench.traffic", request,
         ]  # fmt: skip
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-        except subprocess.TimeoutExpired:
-            return [], f"the profiled process took more than {_LIMIT_S} s"
-        texts = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    said = [*texts, *done.stdout.splitlines(), *done.stderr.splitlines()]
+        # A session of its own, so that a kernel that hangs does not go on beside the cells after it.
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            start_new_session=True,
+        ) as child:  # fmt: skip
+            try:
+                output, _ = child.communicate(timeout=_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                return [], f"{_FAILED}: it took more than {_LIMIT_S} s"
+        texts = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    said = [*texts, *output.splitlines()]
     if wrong := next((text for text in said if text.startswith("wrong result")), None):
         return [], wrong
     if any("ERR_NVGPUCTRPERM" in text for text in said):
         return [], "this user may not read the GPU's counters (ERR_NVGPUCTRPERM); an administrator can allow it"
-    if done.returncode != 0:
-        return [], f"ncu ended with code {done.returncode}: {_complaint(said)}"
+    if child.returncode != 0:
+        return [], f"{_FAILED}: code {child.returncode}, {_complaint(said)}"
     try:
         kernels = kernels_of(texts)
     except (KeyError, ValueError) as error:

@@ -110,8 +110,9 @@ def _slower_reason(problem: Problem, num_processors: int) -> str | None:
     """Why a call is left to the Triton backend, which packs the rows of a KV head and can split its keys."""
     if problem.spec.softcap > 0 and max(problem.head_dim, problem.head_dim_v) <= _SMALL_HEAD_DIM:
         return f"a softcap is slower here with a head_dim up to {_SMALL_HEAD_DIM}"
-    if problem.seqlen_q * problem.group <= _FEW_ROWS:
-        return f"a KV head has few rows, {problem.seqlen_q * problem.group}, which are faster packed"
+    seqlen_q = problem.seqlen_q if problem.layout == "dense" else problem.total_q // problem.batch
+    if seqlen_q * problem.group <= _FEW_ROWS:
+        return f"a KV head has few rows, {seqlen_q * problem.group}, which are faster packed"
     if num_splits(problem, triton_config_for("forward", problem), num_processors)[0] > 1:
         return "a few rows over many keys are faster with the keys split"
     return None
@@ -128,19 +129,26 @@ def _device_reason(device_type: str) -> str | None:
         return f"it runs on NVIDIA's sm_90, not on {device_type}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if importlib.util.find_spec("triton.experimental.gluon") is None:
+    if not _has_gluon():
         return "this Triton has no Gluon"
     # Unlike Triton kernels these run on one kind of GPU: where there is none, nothing speaks for it.
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "no NVIDIA GPU is here"
-    if torch.cuda.get_device_capability() != _CAPABILITY:
-        return f"{torch.cuda.get_device_name()} is not sm_90"
-    return None
+    # A problem does not say which GPU it is of.
+    others = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) != _CAPABILITY]
+    return f"{torch.cuda.get_device_name(others[0])} is not sm_90" if others else None
+
+
+def _has_gluon() -> bool:
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon") is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
 
 
 @functools.cache
 def _num_processors() -> int:
-    return int(torch.cuda.get_device_properties().multi_processor_count)
+    return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
 
 BACKEND = HopperBackend()

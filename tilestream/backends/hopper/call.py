@@ -23,6 +23,7 @@ __all__ = [
     "config_for",
     "configs_for",
     "facts_of",
+    "is_readable",
     "numbers_of",
     "packed_layout",
     "readable",
@@ -257,16 +258,21 @@ def _num_together(problem: Problem, num_sides: int) -> int:
     return -(-num_sides // num_groups)
 
 
-def readable(x: Tensor) -> Tensor:
-    """`x`, or a copy where TMA could not take it: it reads no dimension twice, and counts in 16 bytes."""
+def is_readable(x: Tensor) -> bool:
+    """Whether TMA takes `x` as it is: it reads no dimension twice, and counts in 16 bytes."""
     *outer, last = x.stride()
     sizes = x.shape
     units = ALIGNMENT // x.element_size()
     takes = last == 1 and x.data_ptr() % ALIGNMENT == 0
     for size, stride in zip(sizes, outer, strict=False):
         takes = takes and (size == 1 or (stride > 0 and stride % units == 0))
+    return takes
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x`, or a copy where TMA could not take it."""
     # A copy and not `contiguous`, which would return a tensor that merely starts at an odd address.
-    return x if takes else x.clone(memory_format=torch.contiguous_format)
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def tma_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

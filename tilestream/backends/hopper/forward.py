@@ -1,13 +1,13 @@
 """Attention forward on Hopper, warp-specialised.
 
-Computes   out and lse of a dense call with or without a band; where something can be hidden also flags for
+Computes   out and lse of a call; where something can be hidden also flags for
            `exact.exact_rows_kernel`, which computes again what is not finite in out: one per consumer of a
            program, whether any of its rows is, and behind them one per row.
 Algorithm  FlashAttention-3, algorithms 1 and 2 (arXiv:2407.08608): S of the next key tile is multiplied while the
            softmax of this one runs. A row maximum that grows by at most 8 (a factor of 256) is kept, as in
            FlashAttention-4, so that acc is rescaled a few times per row tile and not once per key tile.
 Schedule   persistent: a program per processor takes one row tile after the other: every so-manyth where all take as
-           long, with a band the next that nobody has, longest first (`_locate`). Key tiles right to left: PARTIAL,
+           long, else the next that nobody has, longest first (`schedule.place_of`). Key tiles right to left: PARTIAL,
            FULL, PARTIAL; a consumer skips first ones that none of its rows sees. The first S of a row tile is
            multiplied while out of the one before is stored.
 Roles      consumers are warpgroups 0 to n - 1, each with its own rows of a tile; the producer is one warp that issues
@@ -25,6 +25,7 @@ On chip    q_m, out_m (in the place of q_m where that leaves no room), stages of
            p_mn in the input dtype, acc and the state in registers. s_mn and p_mn are of different key tiles.
 Numerics   as `triton.forward`. Sums of a row are four, one of each thread that shares it, added after the last tile.
 Limits     head_dim and head_dim_v up to 256, on chip 64, 128 or 256: TMA fills with zeros what the tensors do not have.
+           Where maxima are kept, sums of values overflow from a 256th of float32's range on.
 
 Shapes: M rows of a consumer; N keys of a tile; D head_dim; E head_dim_v.
 """

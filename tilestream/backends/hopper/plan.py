@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 
 from tilestream.backends.hopper.call import (
     ALIGNMENT,
@@ -25,6 +27,7 @@ from tilestream.backends.hopper.call import (
     config_for,
     configs_for,
     facts_of,
+    is_readable,
     numbers_of,
     packed_layout,
     readable,
@@ -47,8 +50,9 @@ from tilestream.backends.triton.plan import (
 from tilestream.problem import AttentionInputs, Problem
 from tilestream.state import AttentionOutput
 
-__all__ = ["OPTIONS", "Plan", "forward", "prepare", "source"]
+__all__ = ["OPTIONS", "Plan", "forward", "num_compiled", "prepare", "source"]
 
+_TARGET = GPUTarget("cuda", 90, 32)
 # Of the first consumer; the others and the producer have their own.
 OPTIONS = {"num_warps": 4}
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -72,7 +76,7 @@ def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
 def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput] | None:
     """See `Backend.prepare`."""
     problem = without_idle_limits(problem)
-    if any(x is not y for x, y in zip(_readable(inputs), inputs, strict=True)):
+    if not all(map(is_readable, inputs[:3])) or any(x is not y for x, y in zip(_readable(inputs), inputs, strict=True)):
         return None
     plan = _plan(problem, how_of(problem, Tensors(*inputs)))
 
@@ -160,11 +164,10 @@ class Plan:
         """Compile all that calls like this one need, at any length, side by side."""
         dtype, bias_dtype = self.problem.dtype, self._how.bias_dtype or self.problem.dtype
         facts = {facts_of(self.problem, config, self._bias_step) for config in configs_for(self.problem)}
-        with ThreadPoolExecutor(len(facts) + 2, "tilestream-compile") as pool:
-            compiling = {of: pool.submit(_compiled, of, dtype, bias_dtype, self._device) for of in facts | {self.facts}}
-            if self._exact:
-                pool.submit(load, self._exact, self._device).result()
-            self._compiled = {of: future.result() for of, future in compiling.items()}[self.facts]
+        keys = [(of, dtype, bias_dtype, self._device) for of in facts | {self.facts}]
+        jobs = {key: functools.partial(_compile, *key[:3]) for key in keys if key not in _COMPILED}
+        _COMPILED.update(load(self._exact, self._device, jobs))
+        self._compiled = _COMPILED[self.facts, dtype, bias_dtype, self._device]
 
 
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -183,27 +186,41 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+_COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
 def _counter(device: torch.device, stream: int) -> Tensor:
-    """A zero that a launch leaves as a zero: one for each stream, whose launches follow each other."""
+    """A zero that a launch leaves as a zero: one for each stream of a thread, whose launches follow each other."""
     if torch.cuda.is_current_stream_capturing():
         # Of a graph's own, which may run beside calls of the stream.
         return torch.zeros((1,), dtype=torch.int32, device=device)
-    found = _COUNTERS.get((device, stream))
+    # Two threads can call different streams by the same number.
+    key = device, stream, threading.get_ident()
+    found = _COUNTERS.get(key)
     if found is None:
-        found = _COUNTERS[device, stream] = torch.zeros((1,), dtype=torch.int32, device=device)
+        # In another thread, because this one's memory may be that of a pool whose owner wants all of it back.
+        with ThreadPoolExecutor(1, "tilestream-counter") as pool:
+            found = _COUNTERS[key] = pool.submit(_new_counter, device).result()
     return found
 
 
-@functools.cache
-def _compiled(facts: Facts, dtype: torch.dtype, bias_dtype: torch.dtype, device: torch.device) -> Any:
-    target = triton.runtime.driver.active.get_current_target()
-    kernel = triton.compile(source(facts, dtype, bias_dtype), target=target, options=OPTIONS)
-    # Loads the kernel and its launcher.
-    _ = kernel.run
-    return kernel
+def _new_counter(device: torch.device) -> Tensor:
+    with torch.cuda.device(device):
+        counter = torch.zeros((1,), dtype=torch.int32, device=device)
+        torch.cuda.current_stream().synchronize()
+    return counter
+
+
+_COMPILED: dict[Any, Any] = {}
+
+
+def num_compiled() -> int:
+    """How many Gluon kernels this process has compiled or read from Triton's cache."""
+    return len(_COMPILED)
+
+
+def _compile(facts: Facts, dtype: torch.dtype, bias_dtype: torch.dtype) -> Any:
+    return triton.compile(source(facts, dtype, bias_dtype), target=_TARGET, options=OPTIONS)
 
 
 def source(facts: Facts, dtype: torch.dtype, bias_dtype: torch.dtype) -> GluonASTSource:

@@ -30,7 +30,8 @@ def place_of(unit, tensors, numbers, facts: gl.constexpr):
     Some heads at a time, so that their K and V stay in the L2 cache; the longest tiles of these first.
     """
     first = unit // (numbers.num_row_tiles * numbers.num_together) * numbers.num_together
-    num_together = gl.minimum(numbers.num_sides - first, numbers.num_together)
+    # One at least, for what a program asks for after its last tile.
+    num_together = gl.maximum(gl.minimum(numbers.num_sides - first, numbers.num_together), 1)
     rest = unit - first * numbers.num_row_tiles
     m_block = rest // num_together
     side = first + rest - m_block * num_together

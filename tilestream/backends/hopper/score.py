@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilestream.backends.hopper.gluon_names import gl, jit
-from tilestream.backends.triton.score import LOG2E, bias_log2, biased, capped_scores
+from tilestream.backends.triton.score import LOG2E, bias_log2, biased, capped_scores, sink_log2
 
 __all__ = ["Rows", "head_sink", "head_slope", "log2_scores", "masked", "scores"]
 
@@ -111,5 +111,5 @@ def head_slope(head, sequence, tensors, numbers, facts: gl.constexpr):
 @jit
 def head_sink(head, sequence, tensors, numbers):
     """The sink of a head in units of log 2; -inf for tokens after the last sequence, which have none."""
-    sink = gl.load(tensors.sinks + head) * LOG2E
+    sink = sink_log2(gl.load(tensors.sinks + head))
     return gl.where(sequence.batch < numbers.batch, sink, float("-inf"))

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from tilestream.backends.triton.careful import FLAGS, are_flagged, exact_product, first_of, flag, is_flagged, num_rounds
-from tilestream.backends.triton.score import LN2, LOG2E, keep_tile, probabilities, row_slopes, score_tile
+from tilestream.backends.triton.score import LN2, keep_tile, probabilities, row_slopes, score_tile, sink_log2
 from tilestream.backends.triton.tiles import (
     Ranges,
     is_partial,
@@ -50,7 +50,7 @@ def _initial_state(rows, split, sequence, tensors, numbers, facts: tl.constexpr)
         _, head = row_heads(rows, sequence, facts)
         # One split has the sink, and tokens after the last sequence have none.
         has_sink = (split == 0) & (sequence.batch < numbers.batch)
-        row_max = tl.where(has_sink, tl.load(tensors.sinks + head) * LOG2E, float("-inf"))
+        row_max = tl.where(has_sink, sink_log2(tl.load(tensors.sinks + head)), float("-inf"))
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     return row_max, row_sum
 

@@ -7,7 +7,8 @@ tiles and the dtypes. All of Triton's names that are not for kernels are used in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from tilestream.backends.triton.call import Facts, Numbers, Tensors
 from tilestream.backends.triton.configs import Config
 
-__all__ = ["POINTERS", "Step", "allocator", "launch", "load", "num_compiled", "options", "source"]
+__all__ = ["POINTERS", "Step", "allocator", "compile_together", "launch", "load", "num_compiled", "options", "source"]
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -112,26 +113,45 @@ def launch(
         )  # fmt: skip
 
 
-def load(steps: Sequence[Step], device: torch.device) -> None:
+def load(
+    steps: Sequence[Step], device: torch.device, others: Mapping[Any, Callable[[], Any]] | None = None
+) -> dict[Any, Any]:
     """Give the steps their kernels, which steps of other lengths may have compiled before.
 
-    In threads: a first call needs up to nine kernels, and the compiler leaves Python to others most of the time.
+    Args:
+        others: what compiles other kernels, by any names.
+
+    Returns:
+        The kernels of `others`, by their names.
     """
     target = triton.runtime.driver.active.get_current_target()
     keys = [(step.kernel, step.config, step.facts, step.dtype, step.bias_dtype, device) for step in steps]
     missing = {key: step for key, step in zip(keys, steps, strict=True) if key not in _COMPILED}
-
-    def compile_one(step: Step) -> Any:
-        return triton.compile(source(step), target=target, options=options(step.config, target.backend))
-
-    if missing:
-        with ThreadPoolExecutor(len(missing), "tilestream-compile") as pool:
-            for key, kernel in zip(missing, pool.map(compile_one, missing.values()), strict=True):
-                # Loads the kernel and its launcher, which is part of what a first call waits for.
-                _ = kernel.run
-                _COMPILED[key] = kernel
+    jobs = {key: functools.partial(_compile, step, target) for key, step in missing.items()}
+    kernels = compile_together({**jobs, **(others or {})})
+    _COMPILED.update({key: kernels[key] for key in jobs})
     for key, step in zip(keys, steps, strict=True):
         step.compiled = _COMPILED[key]
+    return {name: kernels[name] for name in others or {}}
+
+
+def _compile(step: Step, target: Any) -> Any:
+    return triton.compile(source(step), target=target, options=options(step.config, target.backend))
+
+
+def compile_together(jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """Kernels by name, loaded on the current device.
+
+    In threads: a first call needs up to nine kernels, and the compiler leaves Python to others most of the time.
+    """
+    if not jobs:
+        return {}
+    with ThreadPoolExecutor(len(jobs), "tilestream-compile") as pool:
+        kernels = dict(zip(jobs, pool.map(lambda job: job(), jobs.values()), strict=True))
+    for kernel in kernels.values():
+        # Loads the kernel and its launcher: here, because another thread has another current device.
+        _ = kernel.run
+    return kernels
 
 
 def options(config: Config, backend: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ __all__ = [
     "row_slopes",
     "score_derivative",
     "score_tile",
+    "sink_log2",
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -98,6 +99,13 @@ def bias_log2(bias):
     # The most negative numbers must not become -inf, which hides.
     scaled = tl.where(bias < _LOWEST_BIAS, _LOWEST_BIAS, bias) * LOG2E
     return tl.where(bias == float("-inf"), bias, scaled)
+
+
+@triton.jit
+def sink_log2(sink):
+    """A sink in units of log 2: the largest numbers must not become infinite."""
+    scaled = tl.where(sink > -_LOWEST_BIAS, -_LOWEST_BIAS, sink) * LOG2E
+    return tl.where(sink == float("inf"), sink, scaled)
 
 
 @triton.jit
