@@ -1,0 +1,202 @@
+"""The schedule of this library's kernels: rows outside, keys streamed; bytes and FLOPs as formulas.
+
+Forward: a program per row tile. Backward: delta per row tile, then dk and dv per key tile (rows streamed), then dq per
+row tile (keys streamed). EMPTY tiles are never loaded. Sources: arXiv:2307.08691, algorithms 1 and 2; `teaching.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tilestream.errors import ArgumentError
+from tilestream.io.cost import Cost, Pass, pass_of
+from tilestream.io.published import BlockMatrix, check_blocks
+from tilestream.io.sizes import Sizes, accumulator_bytes
+from tilestream.problem import Problem
+from tilestream.tiles import key_span, query_span
+
+__all__ = ["TileShape", "compulsory_cost", "fitting_shape", "schedule_cost"]
+
+# Of a tile shape that `fitting_shape` chooses. More keys save no traffic in the model; fewer would starve real hardware.
+_KEYS = 64
+_LARGEST_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """`block_m` queries and `block_n` keys; with `packs_group` the heads of a group are rows of one tile.
+
+    Raises:
+        ArgumentError: a number is below 1.
+    """
+
+    block_m: int
+    block_n: int
+    packs_group: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
+    def rows_per_query(self, problem: Problem) -> int:
+        """Rows of a tile that one query position makes."""
+        return problem.group if self.packs_group else 1
+
+
+def compulsory_cost(problem: Problem, backward: bool = False) -> Cost:
+    """What no algorithm can avoid: each input read once, each result written once; FLOPs of the visible pairs are not
+    counted here.
+
+    Args:
+        problem: a dense call.
+        backward: the backward alone: reads q, k, v, out, lse, dout; writes dq, dk, dv.
+
+    Raises:
+        ArgumentError: a packed problem.
+    """
+    sizes = Sizes.of(problem)
+    inputs = {"q": sizes.q, "k": sizes.k, "v": sizes.v}
+    if not backward:
+        return Cost((pass_of("forward", inputs, {"out": sizes.out, "lse": sizes.lse}),))
+    reads = {**inputs, "out": sizes.out, "lse": sizes.lse, "dout": sizes.out}
+    return Cost((pass_of("backward", reads, {"dq": sizes.q, "dk": sizes.k, "dv": sizes.v}),))
+
+
+def schedule_cost(
+    problem: Problem, shape: TileShape, backward: bool = False, blocks: BlockMatrix | None = None
+) -> Cost:
+    """What the kernels of this library move, over the kept tiles if `blocks` are given.
+
+    A tile is cut to the keys that some query of it sees (to the queries that see some key of it, where rows are
+    streamed), so that a row of tiles visits the same keys however they are cut: without `blocks`, `block_n` has no part
+    in the forward.
+
+    Args:
+        problem: a dense call; bias, slopes and sinks are not counted, mask and dropout are made on chip.
+        shape: the tiles. dk and dv are summed over the heads of a group on chip in any case.
+        backward: the backward alone, three kernels.
+        blocks: (row tiles, key tiles), those that are kept; all by default.
+
+    Returns:
+        Cost. fast_memory_bytes is for whole tiles; extra_memory_bytes is delta, in the backward.
+
+    Raises:
+        ArgumentError: a packed problem, or `blocks` of another shape than the tiles.
+    """
+    sizes = Sizes.of(problem)
+    check_blocks(blocks, -(-problem.seqlen_q // shape.block_m), -(-problem.seqlen_k // shape.block_n))
+    walk = _Walk(problem, shape, blocks)
+    keys, row_pairs = walk.streamed_keys()
+    num_streams = problem.batch * (problem.num_heads_kv if shape.packs_group else problem.num_heads_q)
+    streamed = num_streams * keys * sizes.element_bytes
+    k, v = streamed * problem.head_dim, streamed * problem.head_dim_v
+    pairs = 2 * problem.batch * problem.num_heads_q * row_pairs
+    fast = _fast_memory(problem, shape, backward)
+    if not backward:
+        writes = {"out": sizes.out, "lse": sizes.lse}
+        flops = pairs * (problem.head_dim + problem.head_dim_v)
+        return Cost((pass_of("forward", {"q": sizes.q, "k": k, "v": v}, writes, flops),), 0, fast)
+    delta = pass_of("delta", {"out": sizes.out, "dout": sizes.out}, {"delta": sizes.lse})
+    rows = {"q": sizes.q, "dout": sizes.out, "lse": sizes.lse, "delta": sizes.lse}
+    flops = pairs * (2 * problem.head_dim + problem.head_dim_v)
+    dq = pass_of("dq", {**rows, "k": k, "v": v}, {"dq": sizes.q}, flops)
+    return Cost((delta, _key_pass(problem, sizes, walk), dq), sizes.lse, fast)
+
+
+def _key_pass(problem: Problem, sizes: Sizes, walk: _Walk) -> Pass:
+    """dk and dv: key tiles outside, the rows of all heads of a group streamed."""
+    rows, pairs = walk.streamed_rows()
+    num_heads = problem.batch * problem.num_heads_q
+    streamed = num_heads * rows
+    statistics = streamed * sizes.accumulator_bytes
+    reads = {
+        "k": sizes.k, "v": sizes.v, "q": streamed * problem.head_dim * sizes.element_bytes,
+        "dout": streamed * problem.head_dim_v * sizes.element_bytes, "lse": statistics, "delta": statistics,
+    }  # fmt: skip
+    flops = 4 * num_heads * pairs * (problem.head_dim + problem.head_dim_v)
+    return pass_of("dk, dv", reads, {"dk": sizes.k, "dv": sizes.v}, flops)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """How many keys and rows one head's tiles visit."""
+
+    problem: Problem
+    shape: TileShape
+    blocks: BlockMatrix | None
+
+    def streamed_keys(self) -> tuple[int, int]:
+        """Keys loaded by all row tiles, and pairs of scores made there."""
+        problem, block = self.problem, self.shape.block_m
+        assert problem.shift is not None
+        keys = pairs = 0
+        for m_start in range(0, problem.seqlen_q, block):
+            m_end = min(m_start + block, problem.seqlen_q)
+            span = key_span(problem.spec.band, problem.shift, m_start, m_end, problem.seqlen_k)
+            kept = None if self.blocks is None else self.blocks[m_start // block]
+            seen = _kept_length(span, kept, self.shape.block_n)
+            keys, pairs = keys + seen, pairs + seen * (m_end - m_start)
+        return keys, pairs
+
+    def streamed_rows(self) -> tuple[int, int]:
+        """Query rows of one head loaded by all key tiles, and pairs of scores made there."""
+        problem, block = self.problem, self.shape.block_n
+        assert problem.shift is not None
+        rows = pairs = 0
+        for n_start in range(0, problem.seqlen_k, block):
+            n_end = min(n_start + block, problem.seqlen_k)
+            span = query_span(problem.spec.band, problem.shift, n_start, n_end, problem.seqlen_q)
+            kept = None if self.blocks is None else [row[n_start // block] for row in self.blocks]
+            seen = _kept_length(span, kept, self.shape.block_m)
+            rows, pairs = rows + seen, pairs + seen * (n_end - n_start)
+        return rows, pairs
+
+
+def _kept_length(span: tuple[int, int], kept: Iterable[bool] | None, block: int) -> int:
+    """How much of `span` lies in the kept blocks."""
+    lo, hi = span
+    if kept is None:
+        return hi - lo
+    return sum(max(0, min(hi, (c + 1) * block) - max(lo, c * block)) for c, is_kept in enumerate(kept) if is_kept)
+
+
+def fitting_shape(problem: Problem, fast_memory_bytes: int, backward: bool = False) -> TileShape:
+    """The tiles with most queries that fit into fast memory: of 64 keys, or of fewer where not one query fits with 64.
+
+    Queries are a power of two, or all there are.
+
+    Raises:
+        ArgumentError: not even a tile of one query and one key fits.
+    """
+    for block_n in (_KEYS, _KEYS // 4, 1):
+        block_m = 1
+        if _fast_memory(problem, TileShape(block_m, block_n), backward) > fast_memory_bytes:
+            continue
+        while block_m < min(problem.seqlen_q, _LARGEST_ROWS):
+            if _fast_memory(problem, TileShape(2 * block_m, block_n), backward) > fast_memory_bytes:
+                break
+            block_m *= 2
+        return TileShape(block_m, block_n)
+    need = _fast_memory(problem, TileShape(1, 1), backward)
+    raise ArgumentError(
+        f"fast memory of {fast_memory_bytes} bytes is smaller than a row: a tile of one query and one key of this call"
+        f" needs {need} bytes."
+    )
+
+
+def _fast_memory(problem: Problem, shape: TileShape, backward: bool) -> int:
+    """Bytes of whole tiles on chip: what is loaded in the input dtype, scores and sums in the accumulators'."""
+    element, sums = problem.dtype.itemsize, accumulator_bytes(problem)
+    width, width_v = problem.head_dim, problem.head_dim_v
+    queries, keys = min(shape.block_m, problem.seqlen_q), min(shape.block_n, problem.seqlen_k)
+    rows = queries * shape.rows_per_query(problem)
+    loaded = keys * (width + width_v) * element
+    if not backward:
+        return rows * width * element + loaded + rows * keys * sums + rows * (width_v + 2) * sums
+    delta = rows * (2 * width_v * element + sums)
+    # Rows of one head at a time, P and dP; then rows of all packed heads, P and dP.
+    key_pass = loaded + keys * (width + width_v) * sums + queries * ((width + width_v) * element + 2 * sums)
+    row_pass = loaded + rows * ((width + width_v) * element + (width + 2) * sums)
+    return max(delta, key_pass + 2 * queries * keys * sums, row_pass + 2 * rows * keys * sums)
