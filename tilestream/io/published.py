@@ -128,6 +128,6 @@ def _fast_memory(problem: Problem, tiles: PublishedBlocks, backward: bool) -> in
     if not backward:
         return (keys + rows) * (width + width_v) * element + 2 * rows * sums + rows * keys * sums
     keys_bytes = keys * (width + width_v) * (element + sums)
-    # q, dq, out, dout; then row_sum and row_max; then P and dP.
-    rows_bytes = rows * (2 * width + 2 * width_v) * element + 2 * rows * sums
+    # q, dq, out, dout; then row_sum, row_max and delta; then P and dP.
+    rows_bytes = rows * (2 * width + 2 * width_v) * element + 3 * rows * sums
     return keys_bytes + rows_bytes + 2 * rows * keys * sums
