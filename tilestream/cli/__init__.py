@@ -1,4 +1,4 @@
-"""The command line: ``tilestream demo | doctor | explain | bench | warmup``, or ``python -m tilestream``."""
+"""The command line: ``tilestream demo | doctor | explain | traffic | bench | warmup``, or ``python -m tilestream``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 
 import tilestream
-from tilestream.cli import bench, demo, doctor, explain, warmup
+from tilestream.cli import bench, demo, doctor, explain, traffic, warmup
 from tilestream.cli.arguments import Parser
 from tilestream.cli.console import Console
 from tilestream.errors import TilestreamError
 
 __all__ = ["main"]
 
-_COMMANDS = (demo, doctor, explain, bench, warmup)
+_COMMANDS = (demo, doctor, explain, traffic, bench, warmup)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

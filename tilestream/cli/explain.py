@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -23,10 +22,20 @@ from tilestream.io.model import (
     forward_flops,
     materialised_bytes,
 )
+from tilestream.io.sizes import dense_parts
 from tilestream.problem import Problem, check_arguments
 from tilestream.spec import AttentionSpec, Band, default_scale
 
-__all__ = ["add_parser", "describe_backends", "problem_of", "run", "typical_problem"]
+__all__ = [
+    "add_call_arguments",
+    "add_parser",
+    "dense_parts_of",
+    "describe_backends",
+    "problem_of",
+    "run",
+    "title",
+    "typical_problem",
+]
 
 
 def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
@@ -36,6 +45,14 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
         help="which backend would run a call, why not the others, and what the call costs",
         description="Describe a call by its sizes; nothing is computed.",
     )
+    features = add_call_arguments(parser)
+    features.add_argument("--backward", action="store_true", help="explain the backward instead of the forward")
+    features.add_argument("--backend", help="ask about this backend alone; a named backend never falls back")
+    parser.set_defaults(run=run)
+
+
+def add_call_arguments(parser: types.Parser) -> argparse._ArgumentGroup:
+    """The arguments that describe a call, without a direction; returns the group of its features."""
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--batch", type=types.length, help="default 1")
     sizes.add_argument("--seqlen-q", "--seqlen", type=types.length, help="queries; default 1024")
@@ -60,18 +77,16 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
     features.add_argument("--alibi", action="store_true", help="ALiBi slopes")
     features.add_argument("--sinks", action="store_true", help="attention sinks")
     features.add_argument("--deterministic", action="store_true", help="gradients equal bit for bit")
-    features.add_argument("--backward", action="store_true", help="explain the backward instead of the forward")
-    features.add_argument("--backend", help="ask about this backend alone; a named backend never falls back")
-    parser.set_defaults(run=run)
+    return features
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print the answer; exit code 1 where no backend can run the call."""
     problem = problem_of(args)
     explanation = dispatch.explain(problem, args.backend)
-    console.heading(_title(problem))
+    console.heading(title(problem))
     describe_backends(console, explanation)
-    _describe_costs(console, _dense_parts(problem, args.varlen), explanation.chosen, args.backward)
+    _describe_costs(console, dense_parts_of(problem, args.varlen), explanation.chosen, args.backward)
     return 0 if explanation.chosen else 1
 
 
@@ -116,16 +131,9 @@ def problem_of(args: argparse.Namespace) -> Problem:
     return dense.packed(args.varlen, args.varlen)
 
 
-def _dense_parts(problem: Problem, varlen: list[int] | None) -> list[Problem]:
+def dense_parts_of(problem: Problem, varlen: list[int] | None) -> list[Problem]:
     """The dense calls whose costs add up to those of `problem`."""
-    if varlen is None:
-        return [problem]
-    return [
-        replace(
-            problem, batch=1, seqlen_q=length, seqlen_k=length, shift=0, layout="dense", total_q=length, total_k=length
-        )
-        for length in varlen
-    ]
+    return [problem] if varlen is None else dense_parts(problem, varlen, varlen)
 
 
 def describe_backends(console: Console, explanation: dispatch.Explanation) -> None:
@@ -164,7 +172,8 @@ def _describe_costs(console: Console, parts: list[Problem], backend: str | None,
     console.say(f"The score matrix that is never stored: {format_bytes(scores_bytes)}.")
 
 
-def _title(problem: Problem) -> str:
+def title(problem: Problem) -> str:
+    """Sizes and features of a call in one line."""
     features = ", ".join(problem.spec.features()) or "no optional feature"
     heads = f"{problem.num_heads_q} heads"
     if problem.group > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Cost", "Pass", "Traffic", "pass_of"]
 
@@ -69,6 +70,26 @@ class Cost:
         moved = self.traffic.total_bytes
         return self.flops / moved if moved else None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, JSON-able: totals, then per tensor, then per pass."""
+        return {
+            **_bytes(self.traffic),
+            "total_bytes": self.traffic.total_bytes,
+            "flops": self.flops,
+            "flops_per_byte": self.intensity,
+            "extra_memory_bytes": self.extra_memory_bytes,
+            "fast_memory_bytes": self.fast_memory_bytes,
+            "tensors": {name: _bytes(traffic) for name, traffic in self.tensors.items()},
+            "passes": [
+                {
+                    "name": one.name,
+                    "flops": one.flops,
+                    "tensors": {name: _bytes(traffic) for name, traffic in one.tensors.items()},
+                }
+                for one in self.passes
+            ],
+        }
+
     def together(self, other: Cost) -> Cost:
         """Both in the same passes, as sequences of one packed call: traffic, FLOPs and extra memory add up."""
         passes = {one.name: one for one in self.passes}
@@ -95,6 +116,10 @@ def pass_of(name: str, reads: Mapping[str, int], writes: Mapping[str, int], flop
         tensor: Traffic(reads.get(tensor, 0), writes.get(tensor, 0)) for tensor in dict.fromkeys([*reads, *writes])
     }
     return Pass(name, {tensor: traffic for tensor, traffic in moved.items() if traffic.total_bytes}, flops)
+
+
+def _bytes(traffic: Traffic) -> dict[str, int]:
+    return {"read_bytes": traffic.read_bytes, "written_bytes": traffic.written_bytes}
 
 
 def _merge(parts: Iterable[Mapping[str, Traffic]]) -> dict[str, Traffic]:

@@ -6,6 +6,7 @@ The cost that is counted and the one that is modelled are the same objects, equa
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -178,9 +179,7 @@ def _count(
     return Counted(cost, out, lse, gradients)
 
 
-def _calls(
-    inputs: AttentionInputs, spec: AttentionSpec, dout: Tensor | None, shift: int | None
-) -> Iterator[DenseCall]:
+def _calls(inputs: AttentionInputs, spec: AttentionSpec, dout: Tensor | None, shift: int | None) -> Iterator[DenseCall]:
     """The dense call, or one per packed sequence."""
     problem = Problem.from_inputs(inputs, spec, shift=shift)
     dtype = torch.float64 if problem.dtype == torch.float64 else torch.float32
@@ -197,7 +196,7 @@ def _calls(
         return
     assert inputs.cu_seqlens_k is not None
     starts_q, starts_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
-    lengths_q, lengths_k = ([b - a for a, b in zip(s[:-1], s[1:], strict=True)] for s in (starts_q, starts_k))
+    lengths_q, lengths_k = ([b - a for a, b in itertools.pairwise(s)] for s in (starts_q, starts_k))
     for b, part in enumerate(dense_parts(problem, lengths_q, lengths_k)):
         rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
         yield DenseCall(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tilestream.io.cost import Traffic
 from tilestream.io.schedule import TileShape, compulsory_cost, schedule_cost
-from tilestream.io.sizes import Sizes, num_visible_pairs
+from tilestream.io.sizes import Sizes
 from tilestream.io.standard import standard_cost
 from tilestream.problem import Problem
 
@@ -25,12 +25,12 @@ __all__ = [
 
 def forward_flops(problem: Problem) -> int:
     """Multiplications and additions of QK^T and PV over the visible pairs; the softmax is not counted."""
-    return 2 * num_visible_pairs(problem) * (problem.head_dim + problem.head_dim_v)
+    return compulsory_cost(problem).flops
 
 
 def backward_flops(problem: Problem) -> int:
     """The five products of the backward: QK^T again, dP = dO V^T, dV = P^T dO, dQ = dS K, dK = dS^T Q."""
-    return 2 * num_visible_pairs(problem) * (3 * problem.head_dim + 2 * problem.head_dim_v)
+    return compulsory_cost(problem, backward=True).flops
 
 
 def compulsory_bytes(problem: Problem, backward: bool = False) -> Traffic:

@@ -1,7 +1,7 @@
 """What every replay shares: a dense call's tensors in slow memory, and its mask, dropout and softmax step on one tile.
 
-Shapes: B batch, H query heads, M queries, N keys, D head_dim, E head_dim_v; heads stand before tokens in here. Lower-case
-m are the rows of a tile: those of each of its heads, one head after the other.
+Shapes: B batch, H query heads, M queries, N keys, D head_dim, E head_dim_v; heads stand before tokens in here.
+Lower-case m are the rows of a tile: those of each of its heads, one head after the other.
 """
 
 from __future__ import annotations

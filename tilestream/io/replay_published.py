@@ -46,7 +46,10 @@ def published_forward(
 
 
 def _update_rows(
-    call: DenseCall, memory: TwoLevelMemory, key_tiles: tuple[FastTile, FastTile], place: tuple[int, slice, slice, slice]
+    call: DenseCall,
+    memory: TwoLevelMemory,
+    key_tiles: tuple[FastTile, FastTile],
+    place: tuple[int, slice, slice, slice],
 ) -> None:
     """Lines 8 to 13 of algorithm 1: a row tile's out, row_sum and row_max with one more tile of keys in them."""
     (k_n, v_n), (b, heads, rows, keys) = key_tiles, place

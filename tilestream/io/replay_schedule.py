@@ -163,9 +163,7 @@ def _key_tiles(call: DenseCall, shape: TileShape, rows: slice, blocks: BlockMatr
     """Keys that a row tile visits, tile by tile."""
     problem = call.problem
     assert problem.shift is not None
-    for tile in tile_row(
-        problem.spec.band, problem.shift, rows.start, rows.stop, problem.seqlen_k, shape.block_n
-    ):
+    for tile in tile_row(problem.spec.band, problem.shift, rows.start, rows.stop, problem.seqlen_k, shape.block_n):
         if blocks is None or blocks[rows.start // shape.block_m][tile.n_start // shape.block_n]:
             yield slice(tile.n_start, tile.n_end)
 

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from tilestream.errors import ArgumentError
 from tilestream.io.cost import Cost, Pass, pass_of
 from tilestream.io.published import BlockMatrix, check_blocks
-from tilestream.io.sizes import Sizes, accumulator_bytes
+from tilestream.io.sizes import Sizes, accumulator_bytes, num_visible_pairs
 from tilestream.problem import Problem
 from tilestream.tiles import key_span, query_span
 
 __all__ = ["TileShape", "compulsory_cost", "fitting_shape", "schedule_cost"]
 
-# Of a tile shape that `fitting_shape` chooses. More keys save no traffic in the model; fewer would starve real hardware.
-_KEYS = 64
-_LARGEST_ROWS = 1 << 20
+# Of a tile that `fitting_shape` chooses, best first: fewer would starve the matrix units of hardware.
+_KEYS = (64, 16, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,9 @@ class TileShape:
 
 
 def compulsory_cost(problem: Problem, backward: bool = False) -> Cost:
-    """What no algorithm can avoid: each input read once, each result written once; FLOPs of the visible pairs are not
-    counted here.
+    """What no algorithm can avoid: each input read once, each result written once.
+
+    FLOPs are those of the visible pairs, five products in the backward.
 
     Args:
         problem: a dense call.
@@ -57,11 +57,13 @@ def compulsory_cost(problem: Problem, backward: bool = False) -> Cost:
         ArgumentError: a packed problem.
     """
     sizes = Sizes.of(problem)
-    inputs = {"q": sizes.q, "k": sizes.k, "v": sizes.v}
+    inputs, product = {"q": sizes.q, "k": sizes.k, "v": sizes.v}, 2 * num_visible_pairs(problem)
     if not backward:
-        return Cost((pass_of("forward", inputs, {"out": sizes.out, "lse": sizes.lse}),))
+        flops = product * (problem.head_dim + problem.head_dim_v)
+        return Cost((pass_of("forward", inputs, {"out": sizes.out, "lse": sizes.lse}, flops),))
+    flops = product * (3 * problem.head_dim + 2 * problem.head_dim_v)
     reads = {**inputs, "out": sizes.out, "lse": sizes.lse, "dout": sizes.out}
-    return Cost((pass_of("backward", reads, {"dq": sizes.q, "dk": sizes.k, "dv": sizes.v}),))
+    return Cost((pass_of("backward", reads, {"dq": sizes.q, "dk": sizes.k, "dv": sizes.v}, flops),))
 
 
 def schedule_cost(
@@ -162,28 +164,61 @@ def _kept_length(span: tuple[int, int], kept: Iterable[bool] | None, block: int)
     return sum(max(0, min(hi, (c + 1) * block) - max(lo, c * block)) for c, is_kept in enumerate(kept) if is_kept)
 
 
-def fitting_shape(problem: Problem, fast_memory_bytes: int, backward: bool = False) -> TileShape:
-    """The tiles with most queries that fit into fast memory: of 64 keys, or of fewer where not one query fits with 64.
+def fitting_shape(
+    problem: Problem,
+    fast_memory_bytes: int,
+    backward: bool = False,
+    *,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> TileShape:
+    """The tiles that fit into fast memory and move least, of 64 keys or more.
 
-    Queries are a power of two, or all there are.
+    In the forward, and in dq, keys are streamed once per row tile, in dk and dv rows once per key tile: so the forward
+    has 64 keys and as many queries as fit, the backward weighs one against the other. Numbers are powers of two, enough
+    for all there are at most; a number that is given stays. Fewer keys are taken where there would be fewer queries
+    than keys.
 
     Raises:
-        ArgumentError: not even a tile of one query and one key fits.
+        ArgumentError: not even a tile of one query and one key fits, or the given one does not.
     """
-    for block_n in (_KEYS, _KEYS // 4, 1):
-        block_m = 1
-        if _fast_memory(problem, TileShape(block_m, block_n), backward) > fast_memory_bytes:
-            continue
-        while block_m < min(problem.seqlen_q, _LARGEST_ROWS):
-            if _fast_memory(problem, TileShape(2 * block_m, block_n), backward) > fast_memory_bytes:
+    all_queries = _powers_of_two(1, problem.seqlen_q) if block_m is None else [block_m]
+    best = None
+    for keys in _KEYS if block_n is None else (block_n,):
+        some_keys = _powers_of_two(keys, problem.seqlen_k) if backward and block_n is None else [keys]
+        shapes = [TileShape(queries, keys) for queries in all_queries for keys in some_keys]
+        fitting = [shape for shape in shapes if _fast_memory(problem, shape, backward) <= fast_memory_bytes]
+        if fitting:
+            best = min(fitting, key=lambda shape: _streamed_estimate(problem, shape, backward))
+            if best.block_m >= min(keys, all_queries[-1]):
                 break
-            block_m *= 2
-        return TileShape(block_m, block_n)
-    need = _fast_memory(problem, TileShape(1, 1), backward)
+    if best is not None:
+        return best
+    # The last that were tried are the smallest.
+    need = _fast_memory(problem, shapes[0], backward)
+    what = "is smaller than a row" if block_m is None and block_n is None else "is too small"
     raise ArgumentError(
-        f"fast memory of {fast_memory_bytes} bytes is smaller than a row: a tile of one query and one key of this call"
-        f" needs {need} bytes."
+        f"fast memory of {fast_memory_bytes} bytes {what}: a tile of {shapes[0].block_m} queries and"
+        f" {shapes[0].block_n} keys of this call needs {need} bytes."
     )
+
+
+def _powers_of_two(least: int, enough: int) -> list[int]:
+    """`least` and its doubles, up to the first that is `enough`."""
+    found = [least]
+    while found[-1] < enough:
+        found.append(2 * found[-1])
+    return found
+
+
+def _streamed_estimate(problem: Problem, shape: TileShape, backward: bool) -> int:
+    """Bytes that are read more than once, if every tile is visited; exact enough to compare shapes."""
+    row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    keys = problem.num_heads_kv * problem.seqlen_k * -(-problem.seqlen_q // shape.block_m) * row
+    if not backward:
+        return keys
+    row += 2 * accumulator_bytes(problem)
+    return keys + problem.num_heads_q * problem.seqlen_q * -(-problem.seqlen_k // shape.block_n) * row
 
 
 def _fast_memory(problem: Problem, shape: TileShape, backward: bool) -> int:
