@@ -151,7 +151,7 @@ def test_dense_calls(band: Band, lengths: tuple[int, int]) -> None:
     for heads, batch, (block_m, block_n) in HEADS_AND_TILES:
         call = make_call(band, (lengths,), heads, batch)
         check_schedule(call, TileShape(block_m, block_n, packs_group=True))
-        check_schedule(call, TileShape(block_m, block_n, packs_group=False))
+        check_schedule(call, TileShape(block_m, block_n, packs_group=False, key_pass=(2, 5)))
         check_published(call, PublishedBlocks(block_m, block_n))
         check_standard(call, block_m)
 
@@ -348,5 +348,9 @@ def test_what_is_not_counted_is_refused() -> None:
         count_published(call.inputs, call.spec, PublishedBlocks(2, 2), blocks=[])
     with pytest.raises(ArgumentError, match="block_n must be at least 1, got 0"):
         TileShape(1, 0)
+    with pytest.raises(ArgumentError, match="block_m of key_pass must be at least 1, got 0"):
+        TileShape(1, 1, key_pass=(0, 2))
+    with pytest.raises(ArgumentError, match="one shape of tiles; leave key_pass out"):
+        count_schedule(call.inputs, call.spec, TileShape(2, 2, key_pass=(1, 2)), blocks=[[True] * 2] * 2)
     with pytest.raises(ArgumentError, match="smaller than a row of 64"):
         published_blocks(63, 64)

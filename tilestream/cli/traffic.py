@@ -143,7 +143,7 @@ def _described(
             costs["counted"] = counted[algorithm.name]
         for source, cost in costs.items():
             over = cost.traffic.total_bytes / least if least else None
-            tiles = [list(tile) for tile in algorithm.tiles]
+            tiles = [list(pair) for pair in algorithm.tiles]
             entries.append({
                 "algorithm": algorithm.name, "source": source, "tiles": tiles, "over_compulsory": over,
                 **cost.to_dict(),

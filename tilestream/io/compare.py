@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 from tilestream.errors import ArgumentError
 from tilestream.io.cost import Cost
 from tilestream.io.published import BlockMatrix, published_blocks, published_cost
-from tilestream.io.schedule import compulsory_cost, fitting_shape, schedule_cost
+from tilestream.io.schedule import TileShape, compulsory_cost, fitting_shape, schedule_cost
 from tilestream.io.sizes import total_cost
 from tilestream.io.standard import standard_cost
 from tilestream.problem import Problem
@@ -63,11 +63,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm, its model, and its tiles as (queries, keys) of each direction; none where it has no tiles."""
+    """One algorithm and its model; `shapes` are the tiles of each direction, none where it has no tiles."""
 
     name: str
     cost: Cost
-    tiles: tuple[tuple[int, int], ...] = ()
+    shapes: tuple[TileShape, ...] = ()
+
+    @property
+    def tiles(self) -> list[tuple[int, int]]:
+        """(queries, keys) of all its tiles, each once."""
+        pairs = [(shape.block_m, shape.block_n) for whole in self.shapes for shape in (whole, whole.of_key_pass)]
+        return list(dict.fromkeys(pairs))
 
 
 class SweepPoint(NamedTuple):
@@ -103,26 +109,22 @@ def algorithms(parts: Sequence[Problem], settings: Settings) -> list[Algorithm]:
             lambda part, backward: schedule_cost(part, shapes[settings.backwards.index(backward)], backward, blocks),
         )
 
-    tiles = tuple((shape.block_m, shape.block_n) for shape in shapes)
     found = [
         Algorithm(COMPULSORY, _in_order(parts, settings, compulsory_cost)),
         Algorithm(STANDARD, _in_order(parts, settings, functools.partial(standard_cost, block_m=STANDARD_ROWS))),
         Algorithm(
             PUBLISHED,
             _in_order(parts, settings, lambda part, backward: published_cost(part, published, backward)),
-            (published,) * len(settings.backwards),
+            (TileShape(*published),) * len(settings.backwards),
         ),
-        Algorithm(OURS, ours(None), tiles),
+        Algorithm(OURS, ours(None), tuple(shapes)),
     ]
     if settings.blocks is not None:
         if len(parts) > 1:
             raise ArgumentError("kept blocks are of one dense call, not of packed sequences.")
-        if len(set(shapes)) > 1:
-            raise ArgumentError(
-                f"forward and backward have different tiles, {tiles[0]} and {tiles[1]}, so one matrix of blocks cannot"
-                " fit both; give block_m and block_n."
-            )
-        found.append(Algorithm(BLOCK_SPARSE, ours(settings.blocks), tiles))
+        if settings.block_m is None or settings.block_n is None:
+            raise ArgumentError("kept blocks are those of one shape of tiles; give block_m and block_n.")
+        found.append(Algorithm(BLOCK_SPARSE, ours(settings.blocks), tuple(shapes)))
     return found
 
 

@@ -14,7 +14,6 @@ from tilestream.io.compare import BLOCK_SPARSE, OURS, PUBLISHED, STANDARD, STAND
 from tilestream.io.cost import Cost
 from tilestream.io.counters import Counted, count_published, count_schedule, count_standard
 from tilestream.io.published import PublishedBlocks
-from tilestream.io.schedule import TileShape
 from tilestream.problem import AttentionInputs, Problem
 from tilestream.state import AttentionOutput
 
@@ -66,14 +65,14 @@ def _count(problem: Problem, inputs: AttentionInputs, dout: Tensor, algorithm: A
         if algorithm.name == STANDARD:
             counted = count_standard(inputs, problem.spec, dout=given, block_m=STANDARD_ROWS, shift=shift)
         elif algorithm.name == PUBLISHED:
-            tiles = PublishedBlocks(*algorithm.tiles[place])
+            [tiles] = (PublishedBlocks(*pair) for pair in algorithm.tiles)
             counted = count_published(inputs, problem.spec, tiles, dout=given, shift=shift)
         else:
             counted = count_schedule(
-                inputs, problem.spec, TileShape(*algorithm.tiles[place]), dout=given, blocks=blocks,
+                inputs, problem.spec, algorithm.shapes[place], dout=given, blocks=blocks,
                 fast_memory_bytes=settings.fast_memory_bytes, shift=shift,
             )  # fmt: skip
-        bias = None if blocks is None else _bias_of(blocks, algorithm.tiles[place], problem)
+        bias = None if blocks is None else _bias_of(blocks, algorithm.tiles[0], problem)
         _check_result(problem, inputs, given, bias, counted)
         cost = cost.then(counted.cost)
     return cost

@@ -81,7 +81,7 @@ def schedule_backward(
     gradients = (("dq", call.q), ("dk", call.k), ("dv", call.v))
     results = Results(**{name: call.allocate_like(memory, name, tensor) for name, tensor in gradients})
     _delta_pass(call, memory, shape)
-    _key_pass(call, memory, shape, blocks)
+    _key_pass(call, memory, shape.of_key_pass, blocks)
     _query_pass(call, memory, shape, blocks)
     return results
 

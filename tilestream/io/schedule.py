@@ -6,7 +6,7 @@ row tile (keys streamed). EMPTY tiles are never loaded. Sources: arXiv:2307.0869
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tilestream.errors import ArgumentError
@@ -18,13 +18,16 @@ from tilestream.tiles import key_span, query_span
 
 __all__ = ["TileShape", "compulsory_cost", "fitting_shape", "schedule_cost"]
 
-# Of a tile that `fitting_shape` chooses, best first: fewer would starve the matrix units of hardware.
-_KEYS = (64, 16, 4, 1)
+# Tokens that `fitting_shape` streams at a time, best first: fewer would starve the matrix units of hardware.
+_STREAMED = (64, 16, 4, 1)
 
 
 @dataclass(frozen=True)
 class TileShape:
     """`block_m` queries and `block_n` keys; with `packs_group` the heads of a group are rows of one tile.
+
+    `key_pass` is (queries, keys) of the pass that makes dk and dv, where they are others: it wants many keys and few
+    queries, the other passes the opposite.
 
     Raises:
         ArgumentError: a number is below 1.
@@ -33,11 +36,18 @@ class TileShape:
     block_m: int
     block_n: int
     packs_group: bool = True
+    key_pass: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for place, numbers in (("", (self.block_m, self.block_n)), (" of key_pass", self.key_pass or (1, 1))):
+            for name, number in zip(("block_m", "block_n"), numbers, strict=True):
+                if number < 1:
+                    raise ArgumentError(f"{name}{place} must be at least 1, got {number}.")
+
+    @property
+    def of_key_pass(self) -> TileShape:
+        """The tiles of dk and dv."""
+        return self if self.key_pass is None else TileShape(*self.key_pass, self.packs_group)
 
     def rows_per_query(self, problem: Problem) -> int:
         """Rows of a tile that one query position makes."""
@@ -89,6 +99,8 @@ def schedule_cost(
     """
     sizes = Sizes.of(problem)
     check_blocks(blocks, -(-problem.seqlen_q // shape.block_m), -(-problem.seqlen_k // shape.block_n))
+    if blocks is not None and shape.key_pass is not None:
+        raise ArgumentError("kept blocks are those of one shape of tiles; leave key_pass out.")
     walk = _Walk(problem, shape, blocks)
     keys, row_pairs = walk.streamed_keys()
     num_streams = problem.batch * (problem.num_heads_kv if shape.packs_group else problem.num_heads_q)
@@ -104,7 +116,8 @@ def schedule_cost(
     rows = {"q": sizes.q, "dout": sizes.out, "lse": sizes.lse, "delta": sizes.lse}
     flops = pairs * (2 * problem.head_dim + problem.head_dim_v)
     dq = pass_of("dq", {**rows, "k": k, "v": v}, {"dq": sizes.q}, flops)
-    return Cost((delta, _key_pass(problem, sizes, walk), dq), sizes.lse, fast)
+    key_pass = _key_pass(problem, sizes, _Walk(problem, shape.of_key_pass, blocks))
+    return Cost((delta, key_pass, dq), sizes.lse, fast)
 
 
 def _key_pass(problem: Problem, sizes: Sizes, walk: _Walk) -> Pass:
@@ -172,57 +185,62 @@ def fitting_shape(
     block_m: int | None = None,
     block_n: int | None = None,
 ) -> TileShape:
-    """The tiles that fit into fast memory and move least, of 64 keys or more.
+    """The tiles that fit into fast memory and move least, if the streamed side has 64 of its tokens at a time.
 
-    In the forward, and in dq, keys are streamed once per row tile, in dk and dv rows once per key tile: so the forward
-    has 64 keys and as many queries as fit, the backward weighs one against the other. Numbers are powers of two, enough
-    for all there are at most; a number that is given stays. Fewer keys are taken where there would be fewer queries
-    than keys.
+    The forward and dq hold as many queries as fit and stream keys, dk and dv hold keys and stream queries. Held tokens
+    are a power of two, enough for all there are at most; fewer are streamed at a time where there would be fewer held.
+    A number that is given stays, in all passes.
 
     Raises:
         ArgumentError: not even a tile of one query and one key fits, or the given one does not.
     """
-    all_queries = _powers_of_two(1, problem.seqlen_q) if block_m is None else [block_m]
+    is_chosen = block_m is None and block_n is None
+
+    def fits(queries: int, keys: int, is_key_pass: bool) -> bool:
+        return _need(problem, TileShape(queries, keys), backward, is_key_pass) <= fast_memory_bytes
+
+    queries, keys = _fitting_pair(lambda m, n: fits(m, n, False), problem.seqlen_q, block_m, block_n)
+    key_pass = None
+    if backward and is_chosen:
+        held, streamed = _fitting_pair(lambda n, m: fits(m, n, True), problem.seqlen_k, None, None)
+        key_pass = (streamed, held)
+    shape = TileShape(queries, keys, key_pass=key_pass)
+    if (need := _fast_memory(problem, shape, backward)) > fast_memory_bytes:
+        raise ArgumentError(
+            f"fast memory of {fast_memory_bytes} bytes is {'smaller than a row' if is_chosen else 'too small'}: tiles of"
+            f" {queries} x {keys} (queries x keys) need {need} bytes in this call."
+        )
+    return shape
+
+
+def _fitting_pair(
+    fits: Callable[[int, int], bool], num_tokens: int, held: int | None, streamed: int | None
+) -> tuple[int, int]:
+    """(held, streamed) tokens of a tile; the smallest that was tried where none fits."""
+    held_to_try = _powers_of_two(num_tokens) if held is None else [held]
     best = None
-    for keys in _KEYS if block_n is None else (block_n,):
-        some_keys = _powers_of_two(keys, problem.seqlen_k) if backward and block_n is None else [keys]
-        shapes = [TileShape(queries, keys) for queries in all_queries for keys in some_keys]
-        fitting = [shape for shape in shapes if _fast_memory(problem, shape, backward) <= fast_memory_bytes]
-        if fitting:
-            best = min(fitting, key=lambda shape: _streamed_estimate(problem, shape, backward))
-            if best.block_m >= min(keys, all_queries[-1]):
+    for few in _STREAMED if streamed is None else (streamed,):
+        found = next((many for many in reversed(held_to_try) if fits(many, few)), None)
+        if found is not None:
+            best = (found, few)
+            if found >= min(few, held_to_try[-1]):
                 break
-    if best is not None:
-        return best
-    # The last that were tried are the smallest.
-    need = _fast_memory(problem, shapes[0], backward)
-    what = "is smaller than a row" if block_m is None and block_n is None else "is too small"
-    raise ArgumentError(
-        f"fast memory of {fast_memory_bytes} bytes {what}: a tile of {shapes[0].block_m} queries and"
-        f" {shapes[0].block_n} keys of this call needs {need} bytes."
-    )
+    return (held_to_try[0], few) if best is None else best
 
 
-def _powers_of_two(least: int, enough: int) -> list[int]:
-    """`least` and its doubles, up to the first that is `enough`."""
-    found = [least]
-    while found[-1] < enough:
-        found.append(2 * found[-1])
-    return found
-
-
-def _streamed_estimate(problem: Problem, shape: TileShape, backward: bool) -> int:
-    """Bytes that are read more than once, if every tile is visited; exact enough to compare shapes."""
-    row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    keys = problem.num_heads_kv * problem.seqlen_k * -(-problem.seqlen_q // shape.block_m) * row
-    if not backward:
-        return keys
-    row += 2 * accumulator_bytes(problem)
-    return keys + problem.num_heads_q * problem.seqlen_q * -(-problem.seqlen_k // shape.block_n) * row
+def _powers_of_two(enough: int) -> list[int]:
+    """1 and its doubles, up to the first that is `enough`."""
+    return [1 << power for power in range(max(0, enough - 1).bit_length() + 1)]
 
 
 def _fast_memory(problem: Problem, shape: TileShape, backward: bool) -> int:
-    """Bytes of whole tiles on chip: what is loaded in the input dtype, scores and sums in the accumulators'."""
+    """Bytes of whole tiles on chip, of the hungriest pass."""
+    need = _need(problem, shape, backward, is_key_pass=False)
+    return max(need, _need(problem, shape.of_key_pass, backward, is_key_pass=True)) if backward else need
+
+
+def _need(problem: Problem, shape: TileShape, backward: bool, is_key_pass: bool) -> int:
+    """Of one pass: what is loaded is in the input dtype, scores and sums are in the accumulators'."""
     element, sums = problem.dtype.itemsize, accumulator_bytes(problem)
     width, width_v = problem.head_dim, problem.head_dim_v
     queries, keys = min(shape.block_m, problem.seqlen_q), min(shape.block_n, problem.seqlen_k)
@@ -230,8 +248,10 @@ def _fast_memory(problem: Problem, shape: TileShape, backward: bool) -> int:
     loaded = keys * (width + width_v) * element
     if not backward:
         return rows * width * element + loaded + rows * keys * sums + rows * (width_v + 2) * sums
+    if is_key_pass:
+        # Rows of one head at a time, P and dP.
+        rows_bytes = queries * ((width + width_v) * element + 2 * sums)
+        return loaded + keys * (width + width_v) * sums + rows_bytes + 2 * queries * keys * sums
     delta = rows * (2 * width_v * element + sums)
-    # Rows of one head at a time, P and dP; then rows of all packed heads, P and dP.
-    key_pass = loaded + keys * (width + width_v) * sums + queries * ((width + width_v) * element + 2 * sums)
-    row_pass = loaded + rows * ((width + width_v) * element + (width + 2) * sums)
-    return max(delta, key_pass + 2 * queries * keys * sums, row_pass + 2 * rows * keys * sums)
+    # Rows of all packed heads, P and dP.
+    return max(delta, loaded + rows * ((width + width_v) * element + (width + 2) * sums) + 2 * rows * keys * sums)
