@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tilestream.bench import bars
 from tilestream.bench.cases import Case
 from tilestream.bench.measure import Line
 from tilestream.bench.report import format_count, read_lines
@@ -187,10 +186,10 @@ def _measured(path: str, problem: Problem, direction: str) -> list[Line]:
         ArgumentError: the file cannot be read, or has none.
     """
     try:
-        lines = bars.suite_lines(read_lines(Path(path)), "traffic")
+        lines = [line for line in read_lines(Path(path)) if line["suite"] == "traffic"]
     except OSError as error:
         raise ArgumentError(f"cannot read --measured {path!r}: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ArgumentError(
             f"--measured {path!r} is not a file of lines; pass one that `tilestream bench traffic` wrote."
         ) from None

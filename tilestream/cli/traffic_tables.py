@@ -131,13 +131,12 @@ def optimal_lines(problem: Problem, fast_memory_bytes: int) -> list[str]:
     element = problem.dtype.itemsize
     least, each_from, most = (size * element for size in optimal_range(problem.seqlen_k, problem.head_dim))
     place = "above" if fast_memory_bytes > most else "within" if fast_memory_bytes >= each_from else "below"
-    numbers = f"{problem.seqlen_k} x {problem.head_dim} numbers"
+    numbers, size = f"{problem.seqlen_k} x {problem.head_dim} numbers, {_size(most)}", _size(fast_memory_bytes)
     return [
-        f"K of one head is {numbers}, {_size(most)}. From a row, {_size(least)}, to that, no exact algorithm beats the",
-        "tiled one at all sizes by more than a constant (arXiv:2205.14135, proposition 3), and from head_dim squared,",
-        f"{_size(each_from)}, on at none (arXiv:2402.07443). M of {_size(fast_memory_bytes)} lies {place} {_size(each_from)}"
-        f" to {_size(most)}; beyond,",
-        "little is left to gain.",
+        f"K of one head is {numbers}. From a row, {_size(least)}, to that, no exact algorithm beats the tiled one",
+        "at all sizes by more than a constant (arXiv:2205.14135, proposition 3), and from head_dim squared, "
+        f"{_size(each_from)},",
+        f"on at none (arXiv:2402.07443). M of {size} lies {place} {_size(each_from)} to {_size(most)}.",
     ]
 
 

@@ -20,6 +20,8 @@ __all__ = ["TileShape", "compulsory_cost", "fitting_shape", "schedule_cost"]
 
 # Tokens that `fitting_shape` streams at a time, best first: fewer would starve the matrix units of hardware.
 _STREAMED = (64, 16, 4, 1)
+# The side of the smallest product of matrix units.
+_GRANULE = 16
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def fitting_shape(
     """The tiles that fit into fast memory and move least, if the streamed side has 64 of its tokens at a time.
 
     The forward and dq hold as many queries as fit and stream keys, dk and dv hold keys and stream queries. Held tokens
-    are a power of two, enough for all there are at most; fewer are streamed at a time where there would be fewer held.
+    are all there are or a multiple of 16, where 16 fit; fewer are streamed at a time where there would be fewer held.
     A number that is given stays, in all passes.
 
     Raises:
@@ -206,9 +208,10 @@ def fitting_shape(
         key_pass = (streamed, held)
     shape = TileShape(queries, keys, key_pass=key_pass)
     if (need := _fast_memory(problem, shape, backward)) > fast_memory_bytes:
+        what = "smaller than a row" if is_chosen else "too small"
         raise ArgumentError(
-            f"fast memory of {fast_memory_bytes} bytes is {'smaller than a row' if is_chosen else 'too small'}: tiles of"
-            f" {queries} x {keys} (queries x keys) need {need} bytes in this call."
+            f"fast memory of {fast_memory_bytes} bytes is {what}: tiles of {queries} x {keys} (queries x keys) need"
+            f" {need} bytes in this call."
         )
     return shape
 
@@ -217,20 +220,23 @@ def _fitting_pair(
     fits: Callable[[int, int], bool], num_tokens: int, held: int | None, streamed: int | None
 ) -> tuple[int, int]:
     """(held, streamed) tokens of a tile; the smallest that was tried where none fits."""
-    held_to_try = _powers_of_two(num_tokens) if held is None else [held]
     best = None
     for few in _STREAMED if streamed is None else (streamed,):
-        found = next((many for many in reversed(held_to_try) if fits(many, few)), None)
-        if found is not None:
+        found = _most_held(fits, few, num_tokens) if held is None else held
+        if found and fits(found, few):
             best = (found, few)
-            if found >= min(few, held_to_try[-1]):
+            if held is not None or found >= min(few, num_tokens):
                 break
-    return (held_to_try[0], few) if best is None else best
+    return (held or 1, few) if best is None else best
 
 
-def _powers_of_two(enough: int) -> list[int]:
-    """1 and its doubles, up to the first that is `enough`."""
-    return [1 << power for power in range(max(0, enough - 1).bit_length() + 1)]
+def _most_held(fits: Callable[[int, int], bool], streamed: int, num_tokens: int) -> int:
+    """How many of `num_tokens` fit: all, or a multiple of 16, or fewer than 16; 0 where not one fits."""
+    most, too_many = 0, max(1, num_tokens) + 1
+    while too_many - most > 1:
+        middle = (most + too_many) // 2
+        most, too_many = (middle, too_many) if fits(middle, streamed) else (most, middle)
+    return most if most >= num_tokens or most < _GRANULE else most - most % _GRANULE
 
 
 def _fast_memory(problem: Problem, shape: TileShape, backward: bool) -> int:
