@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -75,20 +76,37 @@ def make_call(
     return Call(inputs, spec, randn(*leading, tokens_q, heads[0], head_dim_v), parts)
 
 
-def oracle(call: Call, bias: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """out, lse, and dq, dk, dv in float64."""
-    leaves = [tensor.double().requires_grad_() for tensor in call.inputs[:3]]
+def oracle(call: Call, bias: Tensor | None = None, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """out, lse, and dq, dk, dv of materialised attention, computed in `dtype`."""
+    leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in call.inputs[:3]]
     band = call.spec.band
     features = {
         "window": (band.left, band.right), "scale": call.spec.scale, "dropout_p": call.spec.dropout_p,
-        "seed": call.inputs.seed, "bias": bias,
+        "seed": call.inputs.seed, "bias": bias, "dtype": dtype,
     }  # fmt: skip
     if call.inputs.cu_seqlens_q is None:
         out, lse = reference.attention(*leaves, **features)
     else:
         out, lse = reference.attention_varlen(*leaves, call.inputs.cu_seqlens_q, call.inputs.cu_seqlens_k, **features)
-    gradients = torch.autograd.grad(out, leaves, call.dout.double(), allow_unused=True, materialize_grads=True)
-    return out.detach(), lse.detach(), list(gradients)
+    gradients = torch.autograd.grad(out, leaves, call.dout.to(dtype), allow_unused=True, materialize_grads=True)
+    found = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    return {name: tensor.detach().double() for name, tensor in found.items()}
+
+
+def largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def check_close(got: Tensor, exact: Tensor, plain: Tensor) -> None:
+    """At most twice what materialised attention of the same precision loses, and some units in the last place.
+
+    `plain` is that; for float64 it is the oracle, which cannot see its own error.
+    """
+    is_finite = exact.isfinite()
+    assert torch.equal(got[~is_finite].double(), exact[~is_finite])
+    got, exact, plain = (torch.where(is_finite, tensor.double(), 0.0) for tensor in (got, exact, plain))
+    unit = torch.finfo(torch.float64 if torch.equal(exact, plain) else torch.float32).eps
+    assert largest(got - exact) <= 2 * largest(plain - exact) + 32 * unit * max(1.0, largest(exact))
 
 
 def check(
@@ -96,25 +114,25 @@ def check(
     model: Callable[[Problem, bool], Cost],
     count: Callable[..., Counted],
     bias: Tensor | None = None,
-    tolerance: float = 1e-12,
 ) -> None:
     """Both directions: cost equal in every pass and tensor, memory within what the model says, results right."""
-    out, lse, gradients = oracle(call, bias)
+    exact = plain = oracle(call, bias)
+    if call.inputs.query.dtype != torch.float64:
+        plain = oracle(call, bias, torch.float32)
     for backward in (False, True):
         counted = count(call.inputs, call.spec, dout=call.dout if backward else None)
-        modelled = total_cost(lambda part, backward=backward: model(part, backward), call.parts)
+        modelled = total_cost(functools.partial(model, backward=backward), call.parts)
         assert counted.cost.passes == modelled.passes
         assert counted.cost.extra_memory_bytes == modelled.extra_memory_bytes
         assert counted.cost.fast_memory_bytes <= modelled.fast_memory_bytes
+        results = {"out": counted.out, "lse": counted.lse}
         if backward:
             assert counted.gradients is not None
-            for found, wanted in zip(counted.gradients[:3], gradients, strict=True):
-                torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
-        else:
-            assert counted.out is not None
-            torch.testing.assert_close(counted.out.double(), out, rtol=tolerance, atol=tolerance)
-            if counted.lse is not None:
-                torch.testing.assert_close(counted.lse.double(), lse, rtol=tolerance, atol=tolerance)
+            results = dict(zip(("dq", "dk", "dv"), counted.gradients[:3], strict=True))
+        assert backward or counted.out is not None
+        for name, found in results.items():
+            if found is not None:
+                check_close(found, exact[name], plain[name])
 
 
 def check_schedule(call: Call, shape: TileShape, blocks: BlockMatrix | None = None, bias: Tensor | None = None) -> None:
@@ -241,19 +259,16 @@ def test_bytes_are_those_of_the_dtype_and_numbers_are_not_rounded_to_it(dtype: t
         call,
         lambda problem, backward: schedule_cost(problem, shape, backward),
         lambda *args, **keywords: count_schedule(*args, shape, **keywords),
-        tolerance=3e-6,
     )
     check(
         call,
         lambda problem, backward: published_cost(problem, tiles, backward),
         lambda *args, **keywords: count_published(*args, tiles, **keywords),
-        tolerance=3e-6,
     )
     check(
         call,
         lambda problem, backward: standard_cost(problem, backward, block_m=8),
         lambda *args, **keywords: count_standard(*args, block_m=8, **keywords),
-        tolerance=3e-6,
     )
 
 
@@ -289,7 +304,7 @@ def test_whole_tiles_need_what_the_model_says_and_not_a_byte_less(backward: bool
 def test_a_plan_that_forgets_a_tile_comes_to_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes equal results mean something: a lost tile, store or load is seen."""
     call, shape = make_call(Band(), ((12, 12),)), TileShape(4, 3)
-    out, _, _ = oracle(call)
+    out = oracle(call)["out"]
     first_tile_lost = [[c > 0 for c in range(4)] for _ in range(3)]
     lost = count_schedule(call.inputs, call.spec, shape, blocks=first_tile_lost).out
     assert lost is not None

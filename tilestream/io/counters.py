@@ -148,6 +148,7 @@ def _unlimited() -> TwoLevelMemory:
     return TwoLevelMemory(1 << 62)
 
 
+@torch.no_grad()
 def _count(
     inputs: AttentionInputs,
     spec: AttentionSpec,

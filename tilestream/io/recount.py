@@ -127,7 +127,7 @@ def _check_result(
     problem: Problem, inputs: AttentionInputs, dout: Tensor | None, bias: Tensor | None, counted: Counted
 ) -> None:
     """What was computed on the way is what the oracle says."""
-    leaves = [tensor.double().requires_grad_() for tensor in inputs[:3]]
+    leaves = [tensor.to(torch.float64, copy=True).requires_grad_() for tensor in inputs[:3]]
     band, spec = problem.spec.band, problem.spec
     attend: Callable[..., AttentionOutput] = reference.attention
     extra: dict[str, Tensor | int | None] = {"shift": problem.shift}
