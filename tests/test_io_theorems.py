@@ -58,6 +58,29 @@ def test_theorems_of_standard_attention_are_exact_here(seqlen: int, head_dim: in
     assert theorem_5_standard(seqlen, head_dim).holds(backward)
 
 
+@pytest.mark.parametrize(("n", "d"), [(100, 16), (37, 8)])
+@pytest.mark.parametrize("size", [200, 500])
+def test_formulas_of_the_page(n: int, d: int, size: int) -> None:
+    """docs/memory-traffic.md, section Formulas."""
+    problem, tiles, shape = one_head(n, d), published_blocks(size, d), TileShape(12, 7)
+    num_key_blocks, rows, keys = -(-n // -(-size // (4 * d))), -(-n // 12), -(-n // 7)
+    both = (False, True)
+    assert [elements(compulsory_cost(problem, backward)) for backward in both] == [4 * n * d + n, 8 * n * d + n]
+    assert [elements(published_cost(problem, tiles, backward)) for backward in both] == [
+        3 * n * d + 2 * n + num_key_blocks * (3 * n * d + 4 * n),
+        7 * n * d + num_key_blocks * (5 * n * d + 2 * n),
+    ]
+    assert [elements(schedule_cost(problem, shape, backward)) for backward in both] == [
+        2 * n * d + n + 2 * rows * n * d,
+        9 * n * d + 3 * n + 2 * rows * n * d + keys * (2 * n * d + 2 * n),
+    ]
+    adds = {"has_mask": [3 * n * n * ELEMENT_BYTES, 0], "has_dropout": [n * n * (2 * ELEMENT_BYTES + 1)] * 2}
+    for name, more in adds.items():
+        for backward in both:
+            plain, added = (standard_cost(problem, backward, **{name: is_on}) for is_on in both)
+            assert added.traffic.total_bytes - plain.traffic.total_bytes == more[backward]
+
+
 @settings(max_examples=300, deadline=None)
 @given(seqlen=st.integers(1, 5000), head_dim=st.integers(1, 256), part=st.floats(0, 1), kept=st.integers(0, 2**32))
 def test_theorems_of_the_tiled_algorithms_hold_over_their_whole_range(

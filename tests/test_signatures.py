@@ -19,7 +19,13 @@ PUBLIC: dict[str, Sequence[str] | None] = {
     "tilestream.dispatch": ("BACKENDS", "Explanation", "backend"),
     "tilestream.integrations.sdpa": None,
     "tilestream.integrations.transformers": None,
+    "tilestream.io.cost": ("Cost", "Pass", "Traffic"),
+    "tilestream.io.counters": None,
     "tilestream.io.model": None,
+    "tilestream.io.published": ("PublishedBlocks", "published_blocks", "published_cost"),
+    "tilestream.io.schedule": None,
+    "tilestream.io.standard": None,
+    "tilestream.io.theorems": None,
     "tilestream.problem": ("Problem",),
     "tilestream.spec": None,
 }

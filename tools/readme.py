@@ -1,12 +1,12 @@
-"""Write the generated parts of README.md, docs/benchmarks.md, docs/cpu-performance.md and docs/gpu-performance.md.
+"""Write the generated parts of README.md and of four pages of docs.
 
     python tools/readme.py                      write them again
     python tools/readme.py --check              exit 1 if they are out of date
     python tools/readme.py --demo demo-output   first take over what `tilestream demo` wrote there
 
 They stand between ``<!-- generated:NAME -->`` and ``<!-- /generated -->``. Numbers come from the JSON lines in
-benchmarks/results, the support matrix from every backend's `supports`, the algorithm from teaching.py. Nothing between
-the markers is typed.
+benchmarks/results, the support matrix from every backend's `supports`, the algorithm from teaching.py, memory traffic
+from the model. Nothing between the markers is typed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from tilestream.backends import hopper
 from tilestream.bench import bars, cpu_bars, gpu_bars, hopper_bars, traffic_bars
 from tilestream.bench.measure import Line
 from tilestream.bench.report import Table, format_bytes, markdown_table, measurement_table, read_lines
+from tilestream.cli import traffic_tables
+from tilestream.io.compare import Settings, algorithms, sweep
+from tilestream.io.fast_memory import HOPPER_BYTES
 from tilestream.problem import SUPPORTED_DTYPES, Problem
 from tilestream.spec import AttentionSpec, Band
 
@@ -36,6 +39,7 @@ README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 CPU_PERFORMANCE = ROOT / "docs" / "cpu-performance.md"
 GPU_PERFORMANCE = ROOT / "docs" / "gpu-performance.md"
+MEMORY_TRAFFIC = ROOT / "docs" / "memory-traffic.md"
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "demo.png"
 DEMO_FILES = {
@@ -149,6 +153,33 @@ def suite_report(suite: str, report: Callable[[Sequence[Line]], str]) -> str:
     return report(bars.suite_lines(read_lines(path), suite))
 
 
+def _gpt2_medium() -> Problem:
+    """The call of FlashAttention's paper, figure 2 left."""
+    spec = AttentionSpec(band=Band(None, 0), dropout_p=0.1)
+    return Problem.dense(batch=64, seqlen_q=1024, num_heads_q=16, head_dim=64, dtype=torch.float16, spec=spec)
+
+
+def traffic_model() -> str:
+    """What each algorithm moves in all, and of each tensor."""
+    columns = traffic_tables.columns_of(algorithms([_gpt2_medium()], Settings(HOPPER_BYTES, "both")), {})
+    summary = markdown_table(traffic_tables.summary(columns, [], HOPPER_BYTES))
+    return f"{summary}\n\nRead / written:\n\n{markdown_table(traffic_tables.by_tensor(columns))}"
+
+
+def traffic_passes() -> str:
+    """The passes of standard attention."""
+    found = algorithms([_gpt2_medium()], Settings(HOPPER_BYTES, "both"))
+    return markdown_table(traffic_tables.passes_of_standard(found))
+
+
+def traffic_sizes() -> str:
+    """What the tiled algorithms move as fast memory grows."""
+    problem = _gpt2_medium()
+    least = algorithms([problem], Settings(HOPPER_BYTES, "both"))[0].cost.traffic.total_bytes
+    points = sweep([problem], "both", traffic_tables.sizes_to_sweep(problem))
+    return markdown_table(traffic_tables.by_size(points, least))
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "demo-attention": demo_attention,
     "demo-model": demo_model,
@@ -162,6 +193,11 @@ PAGES = {
         "hopper-traffic": lambda: suite_report("traffic", traffic_bars.markdown_report),
     },
     CPU_PERFORMANCE: {"cpu-performance": lambda: suite_report("cpu", cpu_bars.markdown_report)},
+    MEMORY_TRAFFIC: {
+        "traffic-model": traffic_model,
+        "traffic-passes": traffic_passes,
+        "traffic-sizes": traffic_sizes,
+    },
     GPU_PERFORMANCE: {"gpu-performance": lambda: suite_report("gpu", gpu_bars.markdown_report)},
 }
 

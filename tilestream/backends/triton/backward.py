@@ -11,6 +11,7 @@ Schedule   delta_kernel: a program per row tile. key_kernel: a program per (key 
            from key_kernel was slower: docs/measured-facts.md.)
 Traffic    delta_kernel reads out and dout; key_kernel reads K, V once and Q, dout, lse, delta once per key tile, writes
            dk, dv; query_kernel reads Q, dout once and K, V once per row tile, writes dq.
+           formula: io.schedule.schedule_cost
 On chip    key_kernel: k_n, v_n and the pipelined q_m, dout_m in shared memory; dk, dv, s_nm, dp_nm in registers.
 Numerics   as the forward; P and dS are rounded to the input dtype for their products. Sums that come out not finite are
            computed again with `careful.exact_product`.

@@ -6,7 +6,7 @@ Algorithm  FlashAttention-2, algorithm 1 (arXiv:2307.08691): query tiles outside
 Schedule   a program per (row tile, KV head, batch entry, split), row tiles fastest, longest first where a right edge
            makes them unequal; key tiles left to right, in three ranges: PARTIAL, FULL, PARTIAL.
 Traffic    reads Q once, K and V once per row tile, writes out and lse once; with splits, float32 parts besides.
-           formula: io.model.tiled_bytes with packs_group.
+           formula: io.schedule.schedule_cost
 On chip    q_m and the pipelined k_n, v_n in shared memory; s_mn, acc and the state in registers.
 Numerics   softmax state and acc in float32; p_mn is rounded to the input dtype for its product. Rows that come out not
            finite are computed again with `careful.exact_product`.
