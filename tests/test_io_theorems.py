@@ -18,6 +18,7 @@ from tilestream.io.compare import OURS, PUBLISHED, STANDARD, Settings, algorithm
 from tilestream.io.cost import Cost
 from tilestream.io.published import published_blocks, published_cost
 from tilestream.io.schedule import TileShape, compulsory_cost, fitting_shape, schedule_cost
+from tilestream.io.sizes import dense_parts
 from tilestream.io.standard import standard_cost
 from tilestream.io.theorems import (
     lower_bound_elements,
@@ -214,6 +215,15 @@ def test_chosen_tiles_fit_and_larger_ones_do_not(
     if shape.block_m < problem.seqlen_q:
         larger = TileShape(shape.block_m + 16, shape.block_n, key_pass=shape.key_pass)
         assert schedule_cost(problem, larger, backward).fast_memory_bytes > size
+
+
+def test_tiles_of_packed_sequences_fit_all_of_them() -> None:
+    """The longest queries and the longest keys need not be one sequence's."""
+    packed = Problem.dense(seqlen_q=1, num_heads_q=2, head_dim=64)
+    parts = dense_parts(packed, [900, 10, 0], [3, 800, 7])
+    for size in (20_000, 100_000):
+        for one in algorithms(parts, Settings(size, "both")):
+            assert one.name in (STANDARD, PUBLISHED) or one.cost.fast_memory_bytes <= size
 
 
 def test_given_tiles_stay_and_must_fit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,5 +163,6 @@ def _in_order(parts: Sequence[Problem], settings: Settings, cost_of: _CostOf) ->
 
 
 def _widest(parts: Sequence[Problem]) -> Problem:
-    """The part whose tiles are largest."""
-    return max(parts, key=lambda part: (part.seqlen_q, part.seqlen_k))
+    """A call whose tiles are as large as those of any part."""
+    longest = {name: max(getattr(part, name) for part in parts) for name in ("seqlen_q", "seqlen_k")}
+    return dataclasses.replace(parts[0], **longest)
