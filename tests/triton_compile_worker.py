@@ -75,7 +75,7 @@ def compiled(gpu: str, kind: str, dtype: str, head_dim: int, kernel: str) -> dic
     """What the kernel uses; bytes of spills are of a thread."""
     target, shared_bytes = _GPUS[gpu]
     plan._is_small = lambda device: shared_bytes < plan._HOPPER_SHARED_BYTES
-    plan._num_processors = lambda device: 128
+    plan.num_processors = lambda device: 128
     plan._is_hopper = lambda device: gpu == "sm_90"
     for name in ("_forward_plan", "_backward_plan", "_bias_plan"):
         getattr(plan, name).cache_clear()

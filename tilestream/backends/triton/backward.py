@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.backends.triton.careful import FLAGS, are_flagged, exact_product, first_of, flag, is_flagged, num_rounds
+from tilestream.backends.triton.careful import exact_product, flag, for_flagged
 from tilestream.backends.triton.parts import part_pointers, store_parts
 from tilestream.backends.triton.score import (
     keep_tile,
@@ -192,14 +192,13 @@ def key_kernel(tensors, numbers, facts: tl.constexpr):
 @triton.jit(do_not_specialize=["numbers"])
 def exact_key_kernel(tensors, numbers, facts: tl.constexpr):
     """dk and dv of flagged tiles of keys, exact where numbers are not finite."""
-    for round_index in tl.range(0, num_rounds(numbers)):
-        first = first_of(round_index)
-        if are_flagged(first, tensors, numbers):
-            for index in tl.range(0, FLAGS):
-                program = first + index * tl.num_programs(0)
-                if is_flagged(program, tensors, numbers):
-                    for slice_index in tl.range(0, facts.num_slices):
-                        _key_program(program, slice_index, tensors, numbers, facts, True)
+    for_flagged(_exact_key_program, tensors, numbers, facts)
+
+
+@triton.jit
+def _exact_key_program(program, tensors, numbers, facts: tl.constexpr):
+    for slice_index in tl.range(0, facts.num_slices):
+        _key_program(program, slice_index, tensors, numbers, facts, True)
 
 
 @triton.jit
@@ -271,10 +270,9 @@ def query_kernel(tensors, numbers, facts: tl.constexpr):
 @triton.jit(do_not_specialize=["numbers"])
 def exact_query_kernel(tensors, numbers, facts: tl.constexpr):
     """dq of flagged tiles of packed rows, exact where numbers are not finite."""
-    for round_index in tl.range(0, num_rounds(numbers)):
-        first = first_of(round_index)
-        if are_flagged(first, tensors, numbers):
-            for index in tl.range(0, FLAGS):
-                program = first + index * tl.num_programs(0)
-                if is_flagged(program, tensors, numbers):
-                    _query_program(program, tensors, numbers, facts, True)
+    for_flagged(_exact_query_program, tensors, numbers, facts)
+
+
+@triton.jit
+def _exact_query_program(program, tensors, numbers, facts: tl.constexpr):
+    _query_program(program, tensors, numbers, facts, True)

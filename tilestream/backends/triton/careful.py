@@ -4,8 +4,8 @@ In the kernels' loops an invisible pair has weight 0, and 0 times NaN or infinit
 free, and none is needed: such a product leaves a number that is not finite in its sum. A kernel whose tiles can hide a
 pair flags the programs that end with one, and a second kernel, which ends soon where nothing is flagged, computes them
 again with `exact_product`. (As a branch of the first kernel it would take the registers that the loops need, and the
-compiler would wait for every single product: 80 waits instead of 10 in the key kernel.) That kernel has a few programs
-for each processor, which look at many flags together: a program per flag would be 3 us for each on every processor.
+compiler would wait for every single product: 80 waits instead of 10 in the key kernel.) That kernel has a program for
+each processor, which looks at many flags together: a program per flag would be 3 us for each on every processor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["FLAGS", "are_flagged", "exact_product", "first_of", "flag", "is_flagged", "num_rounds"]
+__all__ = ["FLAGS", "exact_product", "first_of", "flag", "for_flagged", "num_rounds"]
 
 # More than the products of a tile, and so few that as many of them are whole numbers in float32.
 _BASE = tl.constexpr(4096.0)
@@ -49,16 +49,22 @@ def first_of(round_index):
 
 
 @triton.jit
-def is_flagged(program, tensors, numbers):
+def _is_flagged(program, tensors, numbers):
     """Whether a program of the kernel before, if it has one of that number, has flagged its tile."""
     return tl.load(tensors.flags + program, program < numbers.num_programs, other=0) != 0
 
 
 @triton.jit
-def are_flagged(first, tensors, numbers):
-    """Whether any program of the round has that begins with `first`."""
-    programs = first + tl.arange(0, FLAGS) * tl.num_programs(0)
-    return tl.max(is_flagged(programs, tensors, numbers).to(tl.int32), 0) != 0
+def for_flagged(PROGRAM: tl.constexpr, tensors, numbers, facts: tl.constexpr):
+    """What an exact kernel is: `PROGRAM` of each program of the kernel before that has flagged its tile."""
+    for round_index in tl.range(0, num_rounds(numbers)):
+        first = first_of(round_index)
+        programs = first + tl.arange(0, FLAGS) * tl.num_programs(0)
+        if tl.max(_is_flagged(programs, tensors, numbers).to(tl.int32), 0) != 0:
+            for index in tl.range(0, FLAGS):
+                program = first + index * tl.num_programs(0)
+                if _is_flagged(program, tensors, numbers):
+                    PROGRAM(program, tensors, numbers, facts)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.backends.triton.careful import FLAGS, are_flagged, exact_product, first_of, flag, is_flagged, num_rounds
+from tilestream.backends.triton.careful import exact_product, flag, for_flagged
 from tilestream.backends.triton.score import LN2, keep_tile, probabilities, row_slopes, score_tile, sink_log2
 from tilestream.backends.triton.tiles import (
     Ranges,
@@ -187,13 +187,7 @@ def combine_kernel(tensors, numbers, facts: tl.constexpr):
 @triton.jit(do_not_specialize=["numbers"])
 def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
     """out of tiles that `forward_kernel` or `combine_kernel` has flagged."""
-    for round_index in tl.range(0, num_rounds(numbers)):
-        first = first_of(round_index)
-        if are_flagged(first, tensors, numbers):
-            for index in tl.range(0, FLAGS):
-                program = first + index * tl.num_programs(0)
-                if is_flagged(program, tensors, numbers):
-                    exact_program(program, tensors, numbers, facts)
+    for_flagged(exact_program, tensors, numbers, facts)
 
 
 @triton.jit

@@ -42,6 +42,7 @@ __all__ = [
     "forward",
     "how_of",
     "lse_shape",
+    "num_processors",
     "prepare",
     "readable_features",
     "without_idle_limits",
@@ -205,8 +206,6 @@ _ROW_BLOCK = 128
 # Beyond the distance of any two positions (`_MOST_ROWS` of the backend).
 _FARTHEST = 2**29
 _HOPPER_SHARED_BYTES = 227 << 10
-# Programs of an exact kernel for each processor.
-_PROGRAMS_EACH = 1
 # Padded rows in parts for one that is; and so few of them that it does not matter, 50 MB at head_dim 128.
 _MOST_PADDED = 2.5
 _FEW_ROWS = 2**16
@@ -234,7 +233,7 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
         return Plan(how.device, made, ())
     hides = _can_hide(problem)
     config = _config("forward", problem, how)
-    splits, split_keys = num_splits(problem, config, _num_processors(how.device))
+    splits, split_keys = num_splits(problem, config, num_processors(how.device))
     parts = [
         _Made("out_parts", (splits, problem.total_q * problem.num_heads_q, problem.head_dim_v), torch.float32),
         _Made("lse_parts", (splits, problem.total_q * problem.num_heads_q), torch.float32),
@@ -420,9 +419,8 @@ def _flags_of(steps: Sequence[Step]) -> list[_Made]:
 
 
 def _looks_at_flags(step: Step, how: How) -> Step:
-    """An exact step has so many programs as run at once, each of which goes through many tiles' flags."""
-    most = _PROGRAMS_EACH * _num_processors(how.device)
-    return dataclasses.replace(step, num_programs=min(step.num_programs, most))
+    """An exact step has a program for each processor, which goes through many tiles' flags."""
+    return dataclasses.replace(step, num_programs=min(step.num_programs, num_processors(how.device)))
 
 
 def _can_hide(problem: Problem) -> bool:
@@ -462,7 +460,7 @@ def _is_small(device: torch.device) -> bool:
 
 
 @functools.cache
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
     """Programs that run at once, about; what splitting the keys aims at."""
     if device.type == "cpu":
         return 4
