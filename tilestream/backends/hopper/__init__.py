@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilestream.backends import triton
-from tilestream.backends.hopper.call import config_for
+from tilestream.backends.hopper.call import config_for, usual_seqlen_q
 from tilestream.backends.triton.configs import config_for as triton_config_for
 from tilestream.backends.triton.configs import num_splits
 from tilestream.problem import AttentionInputs, Gradients, Problem
@@ -110,9 +110,9 @@ def _slower_reason(problem: Problem, num_processors: int) -> str | None:
     """Why a call is left to the Triton backend, which packs the rows of a KV head and can split its keys."""
     if problem.spec.softcap > 0 and max(problem.head_dim, problem.head_dim_v) <= _SMALL_HEAD_DIM:
         return f"a softcap is slower here with a head_dim up to {_SMALL_HEAD_DIM}"
-    seqlen_q = problem.seqlen_q if problem.layout == "dense" else problem.total_q // problem.batch
-    if seqlen_q * problem.group <= _FEW_ROWS:
-        return f"a KV head has few rows, {seqlen_q * problem.group}, which are faster packed"
+    num_rows = usual_seqlen_q(problem) * problem.group
+    if num_rows <= _FEW_ROWS:
+        return f"a KV head has few rows, {num_rows}, which are faster packed"
     if num_splits(problem, triton_config_for("forward", problem), num_processors)[0] > 1:
         return "a few rows over many keys are faster with the keys split"
     return None

@@ -29,6 +29,7 @@ __all__ = [
     "readable",
     "readable_bias",
     "tma_strides",
+    "usual_seqlen_q",
 ]
 
 # Bytes; what TMA takes as addresses and as strides.
@@ -58,7 +59,6 @@ class Config:
     num_stages: int
     registers: int
     takes_turns: bool = True
-    splits_exp2: bool = False
     keeps_max: bool = True
 
 
@@ -179,9 +179,14 @@ def configs_for(problem: Problem) -> tuple[Config, ...]:
 def config_for(problem: Problem) -> Config:
     """The tiles of a call: the shorter ones where the last of the longer ones would be empty for the most part."""
     *_, shorter = configs = configs_for(problem)
-    seqlen_q = problem.seqlen_q if problem.layout == "dense" else problem.total_q // max(1, problem.batch)
+    seqlen_q = usual_seqlen_q(problem)
     padded, least = (-(-seqlen_q // config.block_m) * config.block_m for config in (configs[0], shorter))
     return shorter if padded > _MOST_PADDED * least else configs[0]
+
+
+def usual_seqlen_q(problem: Problem) -> int:
+    """Queries of a sequence: of a packed call the average, because no length is known to the host."""
+    return problem.seqlen_q if problem.layout == "dense" else problem.total_q // max(1, problem.batch)
 
 
 def _folds_scale(problem: Problem) -> bool:

@@ -150,17 +150,32 @@ def _skip(num_skipped, n_start, step, turns, c: gl.constexpr, shared, facts: gl.
 
 
 @jit
+def _multiply_keys(stage, c: gl.constexpr, shared, facts: gl.constexpr):
+    """S of the keys in a stage, still being multiplied."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_n, 16])
+    q_m = shared.q.index(c).reshape([facts.rows, facts.block_d])
+    k_n = shared.k.index(stage).reshape([facts.block_n, facts.block_d])
+    zeros = gl.full([facts.rows, facts.block_n], 0.0, gl.float32, s_layout)
+    return warpgroup_mma(q_m, k_n.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@jit
+def _multiply_values(p_mn, acc, step, shared, facts: gl.constexpr):
+    """acc plus the product of P and the values of a step, still being multiplied."""
+    stage = step % facts.config.num_stages
+    mbarrier.wait(shared.v_full.index(stage), (step // facts.config.num_stages) & 1)
+    v_n = shared.v.index(stage).reshape([facts.block_n, facts.block_dv])
+    return warpgroup_mma(p_mn, v_n, acc, is_async=True)
+
+
+@jit
 def _first_scores(tile, step, turns, exists, c: gl.constexpr, shared, facts: gl.constexpr):
     """The first S of a tile, still being multiplied: of whatever lies there where there is no such tile."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_n, 16])
     stage = step % facts.config.num_stages
     mbarrier.wait(shared.q_full.index(c), tile & 1, pred=exists)
     mbarrier.wait(shared.k_full.index(stage), (step // facts.config.num_stages) & 1, pred=exists)
     _await_turn(c, turns, exists, shared, facts)
-    q_m = shared.q.index(c).reshape([facts.rows, facts.block_d])
-    k_n = shared.k.index(stage).reshape([facts.block_n, facts.block_d])
-    zeros = gl.full([facts.rows, facts.block_n], 0.0, gl.float32, s_layout)
-    s_mn = warpgroup_mma(q_m, k_n.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s_mn = _multiply_keys(stage, c, shared, facts)
     _end_turn(c, exists, shared, facts)
     return s_mn
 
@@ -228,30 +243,17 @@ class Steps(NamedTuple):
 @jit
 def _scores(steps, c: gl.constexpr, shared, facts: gl.constexpr):
     """(S of the next key tile, `steps` there), with nothing beside it."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_n, 16])
     steps = Steps(steps.n_start - facts.block_n, steps.num_left - 1, steps.step + 1, steps.turns + 1)
     stage = steps.step % facts.config.num_stages
     mbarrier.wait(shared.k_full.index(stage), (steps.step // facts.config.num_stages) & 1)
     _await_turn(c, steps.turns - 1, True, shared, facts)
-    q_m = shared.q.index(c).reshape([facts.rows, facts.block_d])
-    k_n = shared.k.index(stage).reshape([facts.block_n, facts.block_d])
-    zeros = gl.full([facts.rows, facts.block_n], 0.0, gl.float32, s_layout)
-    s_mn = warpgroup_mma(q_m, k_n.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s_mn = _multiply_keys(stage, c, shared, facts)
     _end_turn(c, True, shared, facts)
     s_mn = warpgroup_mma_wait(0, deps=[s_mn])
     mbarrier.arrive(shared.k_empty.index(stage))
     if not facts.shares_q:
         mbarrier.arrive(shared.q_empty.index(c), pred=steps.num_left == 0)
     return s_mn, steps
-
-
-@jit
-def _add_values(p_mn, acc, step, shared, facts: gl.constexpr):
-    """acc plus the product of P and the values of a step, still being multiplied."""
-    stage = step % facts.config.num_stages
-    mbarrier.wait(shared.v_full.index(stage), (step // facts.config.num_stages) & 1)
-    v_n = shared.v.index(stage).reshape([facts.block_n, facts.block_dv])
-    return warpgroup_mma(p_mn, v_n, acc, is_async=True)
 
 
 @jit
@@ -262,7 +264,7 @@ def _fold(s_mn, row_sum, row_max, acc, rows, steps, shared, tensors, numbers, fa
     s_mn = masked(s_mn, rows, steps.n_start, facts)
     p_mn, new_sum, row_max, alpha = softmax(s_mn, row_max, numbers, facts)
     p_mn = gl.convert_layout(p_mn.to(shared.v.dtype), p_layout)
-    acc = _add_values(p_mn, rescaled(acc, alpha, facts), steps.step, shared, facts)
+    acc = _multiply_values(p_mn, rescaled(acc, alpha, facts), steps.step, shared, facts)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(shared.v_empty.index(steps.step % facts.config.num_stages))
     return scaled(row_sum, alpha) + new_sum, row_max, acc
@@ -361,7 +363,7 @@ def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.cons
         p_mn, row_sum, row_max, acc, steps = _attend(
             p_mn, row_sum, row_max, acc, rows, steps, num_full, c, shared, tensors, numbers, facts
         )
-        acc = _add_values(p_mn, acc, steps.step, shared, facts)
+        acc = _multiply_values(p_mn, acc, steps.step, shared, facts)
         # Now, because the product hides the divisions.
         unit = following(unit, tile, shared, facts)
         next_place, num_steps = place_of(unit, tensors, numbers, facts)

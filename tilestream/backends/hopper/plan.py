@@ -44,6 +44,7 @@ from tilestream.backends.triton.plan import (
     exact_rows_step,
     how_of,
     lse_shape,
+    num_processors,
     readable_features,
     without_idle_limits,
 )
@@ -121,7 +122,7 @@ class Plan:
         self._lse = lse, contiguous_strides(lse)
         strides = (*how.strides, self._out[1])
         self._layouts = [_layout(shapes[name], given) for name, given in zip(_ROWS, strides, strict=True)]
-        self._num_programs = min(self.numbers.num_units, _num_processors(how.device))
+        self._num_programs = min(self.numbers.num_units, num_processors(how.device))
         num_flaggers = self._num_programs * self.config.num_consumers
         self._flags = (num_flaggers + math.prod(lse),), (1,)
         self._exact = [exact_rows_step(problem, how, exact_rows_kernel, num_flaggers)] if self.facts.flags else []
@@ -179,11 +180,6 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem, how: How) -> Plan:
     return Plan(problem, how)
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}

@@ -10,33 +10,6 @@ from tilestream.backends.hopper.score import log2_scores
 
 __all__ = ["lane_sums", "rescaled", "scaled", "softmax"]
 
-# 2**n times a polynomial in f of x = n + f, n whole: 1.5 * 2**23 added leaves n in the last bits of a number.
-_POLYNOMIAL = gl.constexpr(
-    """
-    {
-    .reg .f32 x, r, f;
-    .reg .b32 n, y;
-    ex2.approx.ftz.f32 $0, $4;
-    ex2.approx.ftz.f32 $1, $5;
-    ex2.approx.ftz.f32 $2, $6;
-    max.ftz.f32 x, $7, 0fC2FC0000;
-    add.rn.ftz.f32 r, x, 0f4B400000;
-    sub.rn.ftz.f32 f, r, 0f4B400000;
-    sub.rn.ftz.f32 f, x, f;
-    fma.rn.ftz.f32 x, f, 0f3C1D0165, 0f3D64FE23;
-    fma.rn.ftz.f32 x, x, f, 0f3E7601BC;
-    fma.rn.ftz.f32 x, x, f, 0f3F317096;
-    fma.rn.ftz.f32 x, x, f, 0f3F800000;
-    mov.b32 n, r;
-    shl.b32 n, n, 23;
-    mov.b32 y, x;
-    add.s32 n, y, n;
-    mov.b32 $3, n;
-    }
-    """
-)
-
-
 # Registers of `acc` that one branch guards. Of a thread's, four by four, two are of one row and two of another.
 _RESCALE_PACK = gl.constexpr(32)
 _RESCALE = gl.constexpr(
@@ -46,19 +19,6 @@ _RESCALE = gl.constexpr(
     + " KEPT: }"
 )
 _RESCALE_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
-
-
-@jit
-def _exp2(x, facts: gl.constexpr):
-    """2**x for x <= 8. With `splits_exp2` every fourth by a polynomial of degree 4 (relative error 3e-6), because
-    the unit for the others takes 16 numbers a clock, an eighth of what multiplies and adds.
-    """
-    if facts.config.splits_exp2:
-        return gl.inline_asm_elementwise(
-            _POLYNOMIAL, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4
-        )
-    else:
-        return gl.exp2(x)
 
 
 @jit
@@ -83,7 +43,7 @@ def softmax(s_mn, row_max, numbers, facts: gl.constexpr):
         new_max = gl.where(new_max - row_max > 8.0, new_max, row_max)
     # A row that has seen no key yet: exp2(-inf - 0) = 0, not NaN.
     finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p_mn = _exp2(log2_scores(s_mn, numbers, facts) - finite_max[:, None], facts)
+    p_mn = gl.exp2(log2_scores(s_mn, numbers, facts) - finite_max[:, None])
     alpha = gl.exp2(row_max - finite_max)
     return p_mn, lane_sums(p_mn, facts), new_max, alpha
 
