@@ -71,13 +71,11 @@ def count_standard(
     """
 
     def replay(call: DenseCall) -> tuple[TwoLevelMemory, Results]:
-        need = fast_memory_bytes
-        if need is None:
-            need = standard_cost(call.problem, dout is not None, block_m=block_m).fast_memory_bytes
-        if call.dout is None:
-            memory = TwoLevelMemory(need)
+        is_backward = dout is not None
+        memory = _memory(fast_memory_bytes, lambda: standard_cost(call.problem, is_backward, block_m=block_m))
+        if not is_backward:
             return memory, standard_forward(call, memory, block_m)
-        memory, kept = TwoLevelMemory(need), _unlimited()
+        kept = _unlimited()
         standard_forward(call, kept, block_m)
         return memory, standard_backward(call, memory, block_m, kept)
 
@@ -103,8 +101,7 @@ def count_published(
 
     def replay(call: DenseCall) -> tuple[TwoLevelMemory, Results]:
         is_backward = dout is not None
-        modelled = published_cost(call.problem, tiles, is_backward, blocks).fast_memory_bytes
-        memory = TwoLevelMemory(modelled if fast_memory_bytes is None else fast_memory_bytes)
+        memory = _memory(fast_memory_bytes, lambda: published_cost(call.problem, tiles, is_backward, blocks))
         forward = published_forward(call, _unlimited() if is_backward else memory, tiles, blocks)
         if is_backward:
             return memory, published_backward(call, memory, tiles, forward, blocks)
@@ -135,12 +132,16 @@ def count_schedule(
 
     def replay(call: DenseCall) -> tuple[TwoLevelMemory, Results]:
         is_backward = dout is not None
-        modelled = schedule_cost(call.problem, shape, is_backward, blocks).fast_memory_bytes
-        memory = TwoLevelMemory(modelled if fast_memory_bytes is None else fast_memory_bytes)
+        memory = _memory(fast_memory_bytes, lambda: schedule_cost(call.problem, shape, is_backward, blocks))
         forward = schedule_forward(call, _unlimited() if is_backward else memory, shape, blocks)
         return memory, schedule_backward(call, memory, shape, forward, blocks) if is_backward else forward
 
     return _count(inputs, spec, dout, shift, replay)
+
+
+def _memory(fast_memory_bytes: int | None, model: Callable[[], Cost]) -> TwoLevelMemory:
+    """Of the size that was given, or that the model needs."""
+    return TwoLevelMemory(model().fast_memory_bytes if fast_memory_bytes is None else fast_memory_bytes)
 
 
 def _unlimited() -> TwoLevelMemory:
