@@ -146,7 +146,7 @@ def _machine(line: dict[str, Any]) -> str:
 
 
 def suite_report(suite: str, report: Callable[[Sequence[Line]], str], part: str | None = None) -> str:
-    """The bars of a suite of ``tilestream bench``, or of a part that is measured alone, and what every contestant did."""
+    """The bars of a suite of ``tilestream bench``, or of a part of it, and what every contestant did."""
     path = RESULTS / f"{suite}{f'-{part}' if part else ''}-suite.jsonl"
     if not path.exists():
         command = f"tilestream bench {suite}{f' --part {part}' if part else ''}"
