@@ -184,7 +184,7 @@ def _steps(problem: Problem, how: How, flags: bool) -> tuple[list[Step], list[St
     build = Builder(problem, how)
     exact, exact_key = kernel_config("exact_query", problem, how), kernel_config("exact_key", problem, how)
     # Its programs are those of consumers, which flag their keys.
-    exact_key = replace(exact_key, block_n=CONSUMER_KEYS, num_slices=1)
+    exact_key = replace(exact_key, num_slices=CONSUMER_KEYS // exact_key.block_n)
     after.append(looks_at_flags(build.row_step(exact_dq_kernel, exact), how))
     return before, after, [looks_at_flags(build.key_step(exact_key_kernel, exact_key), how)]
 

@@ -54,7 +54,7 @@ from tilestream.backends.triton.tiles import is_partial
 
 __all__ = ["barriers", "forward_kernel", "tiles_like"]
 
-# With 24, the fewest, a kernel keeps some in local memory, which costs its launch 5 us.
+# With 24, the fewest, it keeps some in local memory.
 _PRODUCER_REGISTERS = gl.constexpr(32)
 
 

@@ -16,8 +16,9 @@ __all__ = ["Config", "config_for", "num_splits", "padded", "takes_parts"]
 
 # Packed rows up to which a call has small row tiles and splits its keys.
 _FEW_ROWS = 16
-# Keys of a tile of the exact key kernel, which compiles for long where they are many.
-_EXACT_KEYS = 64
+# Keys of a tile of the exact key kernel, which compiles for long where they are many. Fewer than 64, as rows of the other
+# exact kernels on 8 warps are more: Triton 3.6 gives a product of 64 x 16 on 8 warps operands beyond the end of a tile.
+_EXACT_KEYS = 32
 # Programs that a processor runs side by side, and what a split is worth at least.
 _PROGRAMS_EACH = 2
 _FEWEST_KEY_TILES = 4
@@ -107,7 +108,7 @@ def config_for(kernel: str, problem: Problem, is_small: bool = False) -> Config:
         if kernel.endswith("key"):
             block_n = min(found.block_n, _EXACT_KEYS)
             return Config(16, block_n, 8, 1, num_slices=found.block_n // block_n)
-        return Config(found.block_m, 16, 8, 1)
+        return Config(found.block_m, 16, 4 if found.block_m == 64 else 8, 1)
     width = _width(problem)
     if kernel.startswith("parts_"):
         return _PARTS[width][kernel.removeprefix("parts_")]
