@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilestream.backends.cpu.layout import tile_shape
+from tilestream.backends.cpu import layout
+from tilestream.backends.cpu.native.call import dtype_number
+from tilestream.backends.cpu.native.library import library
+from tilestream.backends.triton.configs import config_for
 from tilestream.bench import gate
 from tilestream.bench.cases import CASES, Case, case_named, growing_lengths
 from tilestream.bench.machine import busy_warning, code_version, cpu_name
@@ -28,8 +31,10 @@ from tilestream.bench.report import (
     write_lines,
 )
 from tilestream.bench.runs import MODES, make_run
+from tilestream.dispatch import backend
 from tilestream.errors import ArgumentError
 from tilestream.io.model import tiled_bytes
+from tilestream.io.schedule import schedule_cost
 
 CPU = torch.device("cpu")
 FAST = Settings(min_samples=2, max_samples=2, budget_s=60.0, with_memory=False)
@@ -205,9 +210,40 @@ def test_a_failing_child_is_a_reason_and_not_the_end() -> None:
 @pytest.mark.parametrize("seqlen", [1, 100, 5000])
 def test_the_model_uses_the_tiles_that_the_backend_uses(group: int, seqlen: int) -> None:
     problem = Case("c", seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=2 * group, num_heads_kv=2).problem("cpu")
-    block_m, _ = tile_shape(problem, seqlen, seqlen)
+    block_m, _ = layout.tile_shape(problem, seqlen, seqlen)
     for backward in (False, True):
         assert tiled_traffic(problem, "cpu", backward) == tiled_bytes(problem, block_m, backward, packs_group=True)
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_the_model_packs_rows_as_the_native_kernels_do(group: int) -> None:
+    native = library()
+    if native is None:
+        pytest.skip("needs the native kernels")
+    problem = Case("c", seqlen_q=640, seqlen_k=640, num_heads_q=8, num_heads_kv=8 // group).problem("cpu")
+    for backward in (False, True):
+        asked = dataclasses.replace(problem, is_backward=backward)
+        rows, _ = native.tile_shape(dtype_number(torch.float32), backward)
+        # As many rows of a tile, whatever the heads they are of.
+        assert backend("native").tile_shape(asked).block_m * group == rows
+        wanted = tiled_bytes(problem, rows // group, backward, packs_group=True)
+        assert tiled_traffic(problem, "native", backward) == wanted
+
+
+def test_the_model_of_a_gpus_backward_has_its_three_kernels() -> None:
+    problem = Case("c", batch=64, num_heads_q=16, num_heads_kv=16, dtype="float16", causal=True).problem("cuda")
+    asked = dataclasses.replace(problem, is_backward=True)
+    for name in ("triton", "hopper"):
+        shape, query, key = backend(name).tile_shape(asked), config_for("query", asked), config_for("key", asked)
+        assert (shape.block_m, shape.block_n, shape.key_pass) == (
+            query.block_m,
+            query.block_n,
+            (key.block_m, key.block_n),
+        )
+        cost = schedule_cost(asked, shape, backward=True)
+        assert [one.name for one in cost.passes] == ["delta", "dk, dv", "dq"]
+        # The accumulators of a single walk would be more by far.
+        assert cost.traffic.total_bytes < 0.7 * tiled_bytes(problem, shape.block_m, backward=True).total_bytes
 
 
 def test_tables_show_the_lines() -> None:

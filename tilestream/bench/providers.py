@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, K KV heads, G = H // K, M queries, N keys, D hea
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -23,7 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tilestream import api, dispatch
 from tilestream.bench.cases import DTYPES, Case
 from tilestream.errors import ArgumentError, UnsupportedError
-from tilestream.io.model import Traffic, materialised_bytes, tiled_bytes
+from tilestream.io.model import Traffic, materialised_bytes
+from tilestream.io.schedule import schedule_cost
 from tilestream.problem import AttentionInputs, Problem
 from tilestream.spec import Band
 from tilestream.tiles import key_span
@@ -87,16 +89,16 @@ def peer_versions() -> dict[str, str | None]:
 
 
 def tiled_traffic(problem: Problem, backend: str | None, backward: bool) -> Traffic | None:
-    """What tilestream moves for a dense `problem` with the tiles of `backend`, or of the one it would choose.
+    """What tilestream moves for a dense `problem` with the tiles and the passes of `backend`, or of its choice.
 
     Returns:
         None where that backend, or any, cannot run it.
     """
-    chosen = dispatch.explain(problem, backend).chosen
+    asked = dataclasses.replace(problem, is_backward=backward)
+    chosen = dispatch.explain(asked, backend).chosen
     if chosen is None:
         return None
-    block_m, _ = dispatch.backend(chosen).tile_shape(problem)
-    return tiled_bytes(problem, block_m, backward, packs_group=backward or chosen != "hopper")
+    return schedule_cost(asked, dispatch.backend(chosen).tile_shape(asked), backward).traffic
 
 
 def _tilestream(name: str, backend: str | None) -> Provider:

@@ -64,7 +64,8 @@ def schedule_forward(
 def schedule_backward(
     call: DenseCall, memory: TwoLevelMemory, shape: TileShape, forward: Results, blocks: BlockMatrix | None = None
 ) -> Results:
-    """dq, dk, dv in three passes: delta, then dk and dv with key tiles outside, then dq with row tiles outside.
+    """dq, dk, dv: delta, then dk and dv with key tiles outside, then dq with row tiles outside; or all in one walk over
+    the row tiles, with sums in memory.
 
     Args:
         forward: out and lse of the forward.
@@ -77,9 +78,12 @@ def schedule_backward(
     call.bind_inputs(memory)
     memory.bind("out", forward.out, call.element_bytes)
     memory.bind("lse", forward.lse, call.accumulator_bytes)
-    call.allocate_rows(memory, "delta", is_extra=True)
     gradients = (("dq", call.q), ("dk", call.k), ("dv", call.v))
     results = Results(**{name: call.allocate_like(memory, name, tensor) for name, tensor in gradients})
+    if shape.sums_in_memory:
+        _one_walk(call, memory, shape, blocks)
+        return results
+    call.allocate_rows(memory, "delta", is_extra=True)
     _delta_pass(call, memory, shape)
     _key_pass(call, memory, shape.of_key_pass, blocks)
     _query_pass(call, memory, shape, blocks)
@@ -132,6 +136,42 @@ def _query_pass(call: DenseCall, memory: TwoLevelMemory, shape: TileShape, block
                 evict(k_n, v_n, p_mn, ds_mn)
             memory.store("dq", (b, heads, rows), dq_m)
             evict(*loaded, dq_m)
+
+
+def _one_walk(call: DenseCall, memory: TwoLevelMemory, shape: TileShape, blocks: BlockMatrix | None) -> None:
+    """Row tiles outside; what they add to dk and dv is read from memory and written back."""
+    problem = call.problem
+    memory.begin("zero")
+    for name, tensor in (("dk_sum", call.k), ("dv_sum", call.v)):
+        memory.allocate(name, tensor.shape, call.accumulator_bytes, call.dtype, is_extra=True)
+        memory.fill(name, 0.0)
+    memory.begin("backward")
+    for b, head_kv, heads in call.streams(shape.packs_group):
+        for rows in spans(problem.seqlen_q, shape.block_m):
+            q_m, out_m, dout_m, lse_m = (memory.load(name, (b, heads, rows)) for name in ("q", "out", "dout", "lse"))
+            delta_m, dq_m = call.reserve(memory, *lse_m.data.shape), call.reserve(memory, *_flat(q_m).shape)
+            delta_m.set((out_m.data * dout_m.data).sum(-1))
+            loaded = [q_m, dout_m, lse_m, delta_m]
+            for keys in _key_tiles(call, shape, rows, blocks):
+                place = (b, head_kv, keys)
+                k_n, v_n, dk_n, dv_n = (memory.load(name, place) for name in ("k", "v", "dk_sum", "dv_sum"))
+                p_mn, ds_mn = _p_and_ds(call, memory, loaded, (k_n, v_n), (b, heads, rows, keys))
+                dropped = p_mn.data * call.kept(b, heads, rows, keys) * call.dropout_factor
+                dv_n.set(dv_n.data + memory.product(dropped.T, _flat(dout_m)))
+                dq_m.set(dq_m.data + problem.spec.scale * memory.product(ds_mn.data, k_n.data))
+                dk_n.set(dk_n.data + problem.spec.scale * memory.product(ds_mn.data.T, _flat(q_m)))
+                memory.store("dk_sum", place, dk_n)
+                memory.store("dv_sum", place, dv_n)
+                evict(k_n, v_n, dk_n, dv_n, p_mn, ds_mn)
+            memory.store("dq", (b, heads, rows), dq_m)
+            evict(*loaded, out_m, dq_m)
+    memory.begin("round")
+    for b, head_kv, _ in call.streams(packs_group=True):
+        for keys in spans(problem.seqlen_k, shape.block_n):
+            for total, gradient in (("dk_sum", "dk"), ("dv_sum", "dv")):
+                tile = memory.load(total, (b, head_kv, keys))
+                memory.store(gradient, (b, head_kv, keys), tile)
+                tile.evict()
 
 
 def _load_rows(memory: TwoLevelMemory, b: int, heads: slice, rows: slice) -> list[FastTile]:
