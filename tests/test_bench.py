@@ -20,7 +20,7 @@ from tilestream.bench.cases import CASES, Case, case_named, growing_lengths
 from tilestream.bench.machine import busy_warning, code_version, cpu_name
 from tilestream.bench.measure import Settings, measure, num_steps
 from tilestream.bench.memory import MemoryProbe, PeakMeter
-from tilestream.bench.providers import Provider, provider_named, provider_names, tiled_traffic
+from tilestream.bench.providers import Provider, kernel_cost, provider_named, provider_names
 from tilestream.bench.report import (
     Table,
     format_bytes,
@@ -33,8 +33,10 @@ from tilestream.bench.report import (
 from tilestream.bench.runs import MODES, make_run
 from tilestream.dispatch import backend
 from tilestream.errors import ArgumentError
+from tilestream.io.cost import Traffic
 from tilestream.io.model import tiled_bytes
 from tilestream.io.schedule import schedule_cost
+from tilestream.problem import Problem
 
 CPU = torch.device("cpu")
 FAST = Settings(min_samples=2, max_samples=2, budget_s=60.0, with_memory=False)
@@ -206,13 +208,18 @@ def test_a_failing_child_is_a_reason_and_not_the_end() -> None:
         assert "provider 'nobody' does not exist" in str(memory.reason)
 
 
+def traffic_of(problem: Problem, backend: str, backward: bool) -> Traffic | None:
+    cost = kernel_cost(problem, backend, backward)
+    return None if cost is None else cost.traffic
+
+
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("seqlen", [1, 100, 5000])
 def test_the_model_uses_the_tiles_that_the_backend_uses(group: int, seqlen: int) -> None:
     problem = Case("c", seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=2 * group, num_heads_kv=2).problem("cpu")
     block_m, _ = layout.tile_shape(problem, seqlen, seqlen)
     for backward in (False, True):
-        assert tiled_traffic(problem, "cpu", backward) == tiled_bytes(problem, block_m, backward, packs_group=True)
+        assert traffic_of(problem, "cpu", backward) == tiled_bytes(problem, block_m, backward, packs_group=True)
 
 
 @pytest.mark.parametrize("group", [1, 8])
@@ -227,7 +234,7 @@ def test_the_model_packs_rows_as_the_native_kernels_do(group: int) -> None:
         # As many rows of a tile, whatever the heads they are of.
         assert backend("native").tile_shape(asked).block_m * group == rows
         wanted = tiled_bytes(problem, rows // group, backward, packs_group=True)
-        assert tiled_traffic(problem, "native", backward) == wanted
+        assert traffic_of(problem, "native", backward) == wanted
 
 
 def test_the_model_of_a_gpus_backward_has_its_three_kernels() -> None:

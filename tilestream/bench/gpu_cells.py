@@ -8,7 +8,7 @@ also has GPT-2 medium as FlashAttention's paper measured it (arXiv:2205.14135), 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from tilestream.bench.cases import Case, square_case
@@ -22,8 +22,11 @@ __all__ = [
     "HIDDEN",
     "HOPPER_HEAD_DIMS",
     "LENGTHS",
+    "PAPER_DROPOUT",
     "PEERS",
     "TOKENS",
+    "TRAINED",
+    "TRAINED_WITH_DROPOUT",
     "Cell",
     "Key",
     "Part",
@@ -44,8 +47,8 @@ _CALL_TOKENS, _COMPILE_TOKENS = 128, 4096
 _FEW_HEADS = 4
 
 # speed, fp32, hopper: times on the device; call: the host's time of a small call; compile: the first call, and another
-# length; traffic: bytes that cross HBM.
-Part = Literal["speed", "fp32", "call", "compile", "hopper", "traffic"]
+# length; traffic: bytes that a forward moves through HBM; training: those of forward and backward, of several.
+Part = Literal["speed", "fp32", "call", "compile", "hopper", "traffic", "training"]
 Suite = Literal["gpu", "hopper", "traffic"]
 PEERS: dict[Part, tuple[str, ...]] = {
     "speed": ("flex", "sdpa/flash", "sdpa/cudnn", "sdpa"),
@@ -54,7 +57,12 @@ PEERS: dict[Part, tuple[str, ...]] = {
     "compile": (),
     "hopper": ("fa3", "fa4", "sdpa/cudnn", "sdpa/flash"),
     "traffic": (),
+    "training": (),
 }
+# Whose forward and backward the part training measures. Dropout of sdpa cannot be checked; Hopper's kernels have none.
+TRAINED = ("tilestream/hopper", "tilestream/triton", "eager", "sdpa/flash")
+TRAINED_WITH_DROPOUT = ("tilestream/triton", "eager")
+PAPER_DROPOUT = 0.1
 _LAYERS: tuple[tuple[Part, str, tuple[int, ...]], ...] = (
     ("speed", "bfloat16", LENGTHS),
     ("fp32", "float32", FP32_LENGTHS),
@@ -68,28 +76,36 @@ class Key(NamedTuple):
     case: str
     mode: str
     needs_grad: bool
+    provider: str | None = None
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One comparison: `case` in `mode`; `needs_grad` is whether the inputs of a mere forward need gradients."""
+    """One comparison: `case` in `mode`; `needs_grad` is whether the inputs of a mere forward need gradients.
+
+    `provider` is whom the cell is about, where that is not the suite's choice.
+    """
 
     part: Part
     case: Case
     mode: Mode
     needs_grad: bool = False
+    provider: str | None = None
 
     @classmethod
     def of_line(cls, line: Line) -> Cell:
         """The cell that `line` measured."""
-        return cls(line["part"], Case.from_dict(line["config"]), line["mode"], line["needs_grad"])
+        provider = line["provider"] if line["part"] == "training" else None
+        return cls(line["part"], Case.from_dict(line["config"]), line["mode"], line["needs_grad"], provider)
 
     @property
     def key(self) -> Key:
-        return Key(self.part, self.case.name, self.mode, self.needs_grad)
+        return Key(self.part, self.case.name, self.mode, self.needs_grad, self.provider)
 
     @property
     def suite(self) -> Suite:
+        if self.part == "training":
+            return "traffic"
         return self.part if self.part in ("hopper", "traffic") else "gpu"
 
     @property
@@ -100,7 +116,8 @@ class Cell:
     def __str__(self) -> str:
         case = self.case
         mask = "causal" if case.causal else "full"
-        mode = f"{self.mode} that keeps a graph" if self.needs_grad else self.mode
+        mode = "forward and backward" if self.mode == "both" else self.mode
+        mode += " that keeps a graph" if self.needs_grad else ""
         return (
             f"{case.dtype} {mask} {mode}, {case.batch}x{case.seqlen_q} tokens, head_dim {case.head_dim},"
             f" {case.num_heads_q} heads"
@@ -140,7 +157,15 @@ def traffic_plan(quick: bool = False) -> list[Cell]:
             _layer(LENGTHS[-1], "bfloat16", head_dim, causal)
             for head_dim, causal in itertools.product(HOPPER_HEAD_DIMS, (False, True))
         ]
-    return [Cell("traffic", case, "forward") for case in cases]
+    return [*(Cell("traffic", case, "forward") for case in cases), *_training_plan(quick)]
+
+
+def _training_plan(quick: bool) -> list[Cell]:
+    """Forward and backward of GPT-2 medium: as the paper measured it, with dropout, and kernels without."""
+    [dropped] = [replace(case, name=f"{case.name}_dropout", dropout_p=PAPER_DROPOUT) for case in _gpt2_medium(True)]
+    pairs = [(case, name) for case in _gpt2_medium(quick) for name in TRAINED]
+    pairs += [(dropped, name) for name in TRAINED_WITH_DROPOUT]
+    return [Cell("training", case, "both", provider=name) for case, name in pairs]
 
 
 def _gpt2_medium(quick: bool) -> list[Case]:

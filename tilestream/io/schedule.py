@@ -137,7 +137,7 @@ def once_per_pass(problem: Problem, cost: Cost) -> Cost:
     A pass that reads or writes a tensor again and again moves it once; nothing lasts from one pass to the next.
 
     Args:
-        problem: the dense call that `cost` is of.
+        problem: the dense call that `cost` is of. N x N tensors, which no pass moves twice, stay as they are.
     """
     sizes = Sizes.of(problem)
     of_tensors = {
@@ -148,8 +148,9 @@ def once_per_pass(problem: Problem, cost: Cost) -> Cost:
     passes = []
     for one in cost.passes:
         tensors = {
-            name: Traffic(min(moved.read_bytes, of_tensors[name]), min(moved.written_bytes, of_tensors[name]))
+            name: Traffic(min(moved.read_bytes, most), min(moved.written_bytes, most))
             for name, moved in one.tensors.items()
+            for most in (of_tensors.get(name, sizes.scores),)
         }
         passes.append(Pass(one.name, tensors, one.flops))
     return Cost(tuple(passes), cost.extra_memory_bytes, cost.fast_memory_bytes)
