@@ -116,11 +116,12 @@ class Cell:
     def __str__(self) -> str:
         case = self.case
         mask = "causal" if case.causal else "full"
-        mode = "forward and backward" if self.mode == "both" else self.mode
-        mode += " that keeps a graph" if self.needs_grad else ""
+        names = {"both": "forward and backward"}
+        mode = f"{names.get(self.mode, self.mode)}{' that keeps a graph' if self.needs_grad else ''}"
+        dropout = f", dropout {case.dropout_p}" if case.dropout_p else ""
         return (
             f"{case.dtype} {mask} {mode}, {case.batch}x{case.seqlen_q} tokens, head_dim {case.head_dim},"
-            f" {case.num_heads_q} heads"
+            f" {case.num_heads_q} heads{dropout}"
         )
 
 

@@ -100,6 +100,7 @@ def _line(
         "provider": provider.name,
         "mode": cell.mode,
         "needs_grad": cell.needs_grad,
+        "measured_by": "ncu",
         "read_bytes": read if kernels else None,
         "written_bytes": written if kernels else None,
         "moved_bytes": moved,

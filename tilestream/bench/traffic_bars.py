@@ -84,10 +84,8 @@ def _training_table(lines: Sequence[Line]) -> Table:
     )  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for line in lines:
-        cell = Cell.of_line(line)
-        dropout = f", dropout {cell.case.dropout_p}" if cell.case.dropout_p else ""
         rows.append((
-            f"{cell}{dropout}", line["provider"],
+            str(Cell.of_line(line)), line["provider"],
             *(_gigabytes(line[name]) for name in ("read_bytes", "written_bytes", "moved_bytes")),
             *(_gigabytes(line[name]) for name in ("bytes_model", "bytes_cached_model")),
             _ratio(line, "over_cached_model"), _gigabytes(line["bytes_least"]), _ratio(line, "over_least"),
