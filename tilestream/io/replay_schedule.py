@@ -20,6 +20,8 @@ from tilestream.tiles import tile_row
 __all__ = ["schedule_backward", "schedule_forward"]
 
 _NEGATIVE_INFINITY = float("-inf")
+# What the backward streams of a row tile.
+_ROW_TENSORS = ("q", "dout", "lse", "delta")
 
 
 def schedule_forward(
@@ -52,11 +54,14 @@ def schedule_forward(
                 row_max.set(new_max)
                 s_mn.set(s_mn.data * call.kept(b, heads, rows, keys) * call.dropout_factor)
                 acc.set(alpha * acc.data + memory.product(s_mn.data, v_n.data))
+                state = {"acc": acc, "row_max": row_max, "row_sum": row_sum}
+                memory.at_tile(rows, keys, {"q": q_m, "k": k_n, "v": v_n, "scores": s_mn, **state})
                 evict(k_n, v_n, s_mn)
             acc.set(acc.data / row_sum.data.masked_fill(row_sum.data == 0, 1))
             row_max.set(row_max.data + torch.log(row_sum.data))
             memory.store("out", (b, heads, rows), acc)
             memory.store("lse", (b, heads, rows), row_max)
+            memory.at_tile(rows, None, {"q": q_m, "acc": acc, "row_max": row_max, "row_sum": row_sum})
             evict(q_m, row_max, row_sum, acc)
     return results
 
@@ -98,6 +103,7 @@ def _delta_pass(call: DenseCall, memory: TwoLevelMemory, shape: TileShape) -> No
             delta_m = call.reserve(memory, *out_m.data.shape[:2])
             delta_m.set((out_m.data * dout_m.data).sum(-1))
             memory.store("delta", (b, heads, rows), delta_m)
+            memory.at_tile(rows, None, {"out": out_m, "dout": dout_m, "delta": delta_m})
             evict(out_m, dout_m, delta_m)
 
 
@@ -117,9 +123,12 @@ def _key_pass(call: DenseCall, memory: TwoLevelMemory, shape: TileShape, blocks:
                     dropped = p_mn.data * call.kept(b, heads, rows, keys) * call.dropout_factor
                     dv_n.set(dv_n.data + memory.product(dropped.T, _flat(dout_m)))
                     dk_n.set(dk_n.data + problem.spec.scale * memory.product(ds_mn.data.T, _flat(q_m)))
+                    made = {"p": p_mn, "ds": ds_mn, "dk": dk_n, "dv": dv_n}
+                    memory.at_tile(rows, keys, {"k": k_n, "v": v_n, **_named(loaded), **made})
                     evict(*loaded, p_mn, ds_mn)
             memory.store("dk", (b, head_kv, keys), dk_n)
             memory.store("dv", (b, head_kv, keys), dv_n)
+            memory.at_tile(None, keys, {"k": k_n, "v": v_n, "dk": dk_n, "dv": dv_n})
             evict(k_n, v_n, dk_n, dv_n)
 
 
@@ -133,8 +142,11 @@ def _query_pass(call: DenseCall, memory: TwoLevelMemory, shape: TileShape, block
                 k_n, v_n = memory.load("k", (b, head_kv, keys)), memory.load("v", (b, head_kv, keys))
                 p_mn, ds_mn = _p_and_ds(call, memory, loaded, (k_n, v_n), (b, heads, rows, keys))
                 dq_m.set(dq_m.data + call.problem.spec.scale * memory.product(ds_mn.data, k_n.data))
+                made = {"k": k_n, "v": v_n, "p": p_mn, "ds": ds_mn, "dq": dq_m}
+                memory.at_tile(rows, keys, {**_named(loaded), **made})
                 evict(k_n, v_n, p_mn, ds_mn)
             memory.store("dq", (b, heads, rows), dq_m)
+            memory.at_tile(rows, None, {**_named(loaded), "dq": dq_m})
             evict(*loaded, dq_m)
 
 
@@ -176,7 +188,11 @@ def _one_walk(call: DenseCall, memory: TwoLevelMemory, shape: TileShape, blocks:
 
 def _load_rows(memory: TwoLevelMemory, b: int, heads: slice, rows: slice) -> list[FastTile]:
     """q, dout, lse and delta of a row tile."""
-    return [memory.load(name, (b, heads, rows)) for name in ("q", "dout", "lse", "delta")]
+    return [memory.load(name, (b, heads, rows)) for name in _ROW_TENSORS]
+
+
+def _named(loaded: list[FastTile]) -> dict[str, FastTile]:
+    return dict(zip(_ROW_TENSORS, loaded, strict=True))
 
 
 def _p_and_ds(
