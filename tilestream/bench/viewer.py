@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -36,8 +37,9 @@ MASKS = {
 }
 
 
+@functools.cache
 def viewer_data() -> dict[str, Any]:
-    """All walks, JSON-able.
+    """All walks, JSON-able; made once.
 
     ``walks`` has an entry per direction, mask and tile size, named as ``direction/mask/block_m/block_n``. A step there
     is a list: pass, first row and the one after the last, keys likewise (-1: a store, of no rows or keys), kind (-1:
