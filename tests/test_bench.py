@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +252,23 @@ def test_the_model_of_a_gpus_backward_has_its_three_kernels() -> None:
         assert [one.name for one in cost.passes] == ["delta", "dk, dv", "dq"]
         # The accumulators of a single walk would be more by far.
         assert cost.traffic.total_bytes < 0.7 * tiled_bytes(problem, shape.block_m, backward=True).total_bytes
+
+
+def test_a_backward_is_asked_for_its_own_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call without its device here, whose backward has other tiles than its forward."""
+    problem = Case("c", num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128, dtype="bfloat16").problem("cuda")
+    asked: list[Problem] = []
+
+    def explain(question: Problem, name: str | None) -> SimpleNamespace:
+        asked.append(question)
+        return SimpleNamespace(chosen="hopper")
+
+    monkeypatch.setattr("tilestream.dispatch.explain", explain)
+    for backward in (False, True):
+        shape = backend("hopper").tile_shape(dataclasses.replace(problem, is_backward=backward))
+        assert kernel_cost(problem, None, backward) == schedule_cost(problem, shape, backward)
+        assert shape.packs_group == backward
+    assert [question.is_backward for question in asked] == [False, True]
 
 
 def test_tables_show_the_lines() -> None:

@@ -332,7 +332,12 @@ def test_eager_operators_copy_nothing_and_refuse_what_they_are_not(monkeypatch: 
     eager = providers.eager_attention
     monkeypatch.setattr(providers, "eager_attention", lambda *given: seen.extend(given[:3]) or eager(*given))
     run, _ = checked_run(
-        {"case": replace(TINY, num_heads_q=2, num_heads_kv=2).to_dict(), "provider": "eager", "mode": "forward"}, CPU
+        {
+            "case": replace(TINY, batch=2, num_heads_q=2, num_heads_kv=2).to_dict(),
+            "provider": "eager",
+            "mode": "forward",
+        },
+        CPU,
     )
     assert run is not None
     seen.clear()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tilestream import teaching
 from tilestream.bench import viewer
 from tilestream.bench.cases import Case
 from tilestream.bench.figures import draw_all
@@ -96,13 +97,19 @@ def test_kept_blocks_are_the_models(lines: list[Line]) -> None:
     assert kept[0]["bytes_model"] < kept[0]["bytes_standard"] / 2
 
 
-def test_the_loop_whose_tiles_can_be_chosen_is_right() -> None:
+def test_the_loop_whose_tiles_can_be_chosen_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("c", batch=2, seqlen_q=40, seqlen_k=56, num_heads_q=2, num_heads_kv=2, causal=True)
     provider = teaching_provider(16)
     assert provider.refuse(case, CPU) is None
     assert check(case, provider, CPU, with_gradients=True).is_green
     for changed in ({"dtype": "bfloat16"}, {"softcap": 1.0}, {"num_heads_kv": 1}):
         assert "teaching.py knows float32" in str(provider.refuse(Case(**{**case.to_dict(), **changed}), CPU))
+    used = []
+    forward = teaching.forward
+    monkeypatch.setattr(teaching, "forward", lambda *given, **tiles: used.append(tiles) or forward(*given, **tiles))
+    inputs = case.make_inputs(CPU)
+    provider.prepare(case, inputs)(*inputs[:3])
+    assert used == [{"block_m": 16, "block_n": 16}] * 4
     # One row tile of all rows reads every key once.
     once, often = (teaching_provider(block).traffic(case.problem("cpu"), False) for block in (64, 8))
     assert once is not None

@@ -38,8 +38,7 @@ def page(lines: Sequence[Line], drawings: Sequence[Drawing]) -> str:
         "head_dim": str(viewer.HEAD_DIM),
         "choices": _choices(),
         "sections": "\n".join(_sections(lines, drawings)),
-        # Nothing in it may end the script that it stands in.
-        "data": json.dumps(viewer.viewer_data(), separators=(",", ":")).replace("</", "<\\/"),
+        "data": json.dumps(viewer.viewer_data(), separators=(",", ":")),
     }
     return _SLOT.sub(lambda slot: parts[slot[1]], _data("report.html"))
 
