@@ -101,6 +101,7 @@ def test_the_loop_whose_tiles_can_be_chosen_is_right(monkeypatch: pytest.MonkeyP
     case = Case("c", batch=2, seqlen_q=40, seqlen_k=56, num_heads_q=2, num_heads_kv=2, causal=True)
     provider = teaching_provider(16)
     assert provider.refuse(case, CPU) is None
+    assert provider.refuse(case, torch.device("cuda")) == "teaching.py runs on the CPU, not on cuda"
     assert check(case, provider, CPU, with_gradients=True).is_green
     for changed in ({"dtype": "bfloat16"}, {"softcap": 1.0}, {"num_heads_kv": 1}):
         assert "teaching.py knows float32" in str(provider.refuse(Case(**{**case.to_dict(), **changed}), CPU))

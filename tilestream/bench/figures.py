@@ -120,7 +120,8 @@ def _blocks(lines: Sequence[Line]) -> Drawing | None:
     return Drawing(
         "blocks", "Traffic and time against the size of tiles",
         f"Forward of {_call_text(found[0]['config'])}. Traffic is the model's; time was measured of the loop of"
-        " teaching.py, the one whose tiles can be chosen. It is of PyTorch operations, each of which costs its start.",
+        f" teaching.py, the one whose tiles can be chosen, on {found[0]['device']}. It is of PyTorch operations, each"
+        " of which costs its start.",
         _svg(figure, "blocks"),
     )  # fmt: skip
 

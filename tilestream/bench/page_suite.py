@@ -103,8 +103,9 @@ def make_lines(plan: Plan, on_step: Callable[[str], None] = lambda step: None) -
             yield _of_part(part, line)
     for size in plan.block_sizes:
         provider = teaching_provider(size)
+        # On the CPU wherever the rest runs: that is where teaching.py does.
         for line in measure(
-            [plan.blocks], [provider], ["forward"], plan.device, _without_memory(plan.settings), on_step
+            [plan.blocks], [provider], ["forward"], torch.device("cpu"), _without_memory(plan.settings), on_step
         ):
             yield {**_of_part("blocks", line), "block": size}
     on_step("the model of the setting")
@@ -118,6 +119,8 @@ def teaching_provider(block: int) -> Provider:
     chosen. It is of PyTorch operations, so small tiles cost it more than they cost a kernel."""
 
     def refuse(case: Case, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return f"teaching.py runs on the CPU, not on {device.type}"
         if case.dtype != "float32" or case.num_heads_q != case.num_heads_kv or set(case.spec.features()) - {"causal"}:
             return "teaching.py knows float32, one KV head per query head, and a band"
         return None
@@ -159,7 +162,7 @@ def _roofs(plan: Plan) -> Iterator[Line]:
     """The best of a few turns: a square product in the dtype of the setting, and a copy that is read and written."""
     dtype, device = DTYPES[plan.setting.dtype], plan.device
     side = plan.roof_side
-    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     product_s = _best_s(lambda: a @ b, device)
     source = torch.ones(plan.roof_bytes, dtype=torch.int8, device=device)
     target = torch.zeros_like(source)

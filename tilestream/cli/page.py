@@ -7,19 +7,15 @@ import json
 import re
 from collections.abc import Sequence
 from importlib import resources
-from typing import Any
 
 from tilestream.bench import viewer
 from tilestream.bench.figures import Drawing
-from tilestream.bench.gpu_cells import Cell
 from tilestream.bench.measure import Line
-from tilestream.bench.report import Table, format_count, format_threads, measurement_table
+from tilestream.bench.page_tables import figure_table, moved_tables, setting_table
+from tilestream.bench.report import Table, format_threads
 
 __all__ = ["page"]
 
-_NOTHING = "-"
-# Who runs an algorithm of the models here.
-_RUNS = {"standard": "materialised", "tilestream": "tilestream"}
 _SLOT = re.compile(r"\{\{([a-z_]+)\}\}")
 
 
@@ -68,18 +64,27 @@ def _choices() -> str:
 
 def _sections(lines: Sequence[Line], drawings: Sequence[Drawing]) -> list[str]:
     found = []
-    if (setting := _setting_table(lines)) is not None:
+    if (setting := setting_table(lines)) is not None:
         title, table = setting
-        found.append(_section("FLOP, bytes and time", f"<p class=soft>{html.escape(title)}</p>{_table(table)}"))
-    if moved := [line for line in lines if line.get("suite") in ("traffic", "misses")]:
-        found.append(_section("Measured traffic", _moved_tables(moved)))
+        found.append(_section("FLOP, bytes and time", _titled(title, table)))
+    if moved := moved_tables(lines):
+        found.append(_section("Measured traffic", "\n".join(_titled(title, table) for title, table in moved)))
     for drawing in drawings:
         found.append(_section(drawing.title, _figure(drawing) + _details(lines, drawing)))
     return found
 
 
+def _details(lines: Sequence[Line], drawing: Drawing) -> str:
+    """The numbers of a figure, for whoever cannot see it or wants them exactly."""
+    return f"<details><summary>The numbers</summary>{_table(figure_table(drawing.name, lines))}</details>"
+
+
 def _section(title: str, body: str) -> str:
     return f"<section>\n<h2>{html.escape(title)}</h2>\n{body}\n</section>"
+
+
+def _titled(title: str, table: Table) -> str:
+    return f"<p class=soft>{html.escape(title)}</p>{_table(table)}"
 
 
 def _figure(drawing: Drawing) -> str:
@@ -88,106 +93,6 @@ def _figure(drawing: Drawing) -> str:
     return (
         f'<figure id="figure-{drawing.name}">{svg}<figcaption>{html.escape(drawing.description)}</figcaption></figure>'
     )
-
-
-def _details(lines: Sequence[Line], drawing: Drawing) -> str:
-    """The numbers of a figure, for whoever cannot see it or wants them exactly."""
-    own = [line for line in lines if line.get("part") == drawing.name]
-    if drawing.name == "roofline":
-        own = [line for line in lines if line.get("part") in ("lengths", "setting")]
-        table = _roofline_table(own)
-    elif drawing.name == "kept":
-        rows: list[tuple[str, ...]] = [
-            (f"{line['kept_fraction']:.1%}", *(_gigabytes(line[name]) for name in ("bytes_model", "bytes_standard")))
-            for line in own
-        ]
-        table = Table(("blocks kept", "tilestream (model)", "standard attention (model)"), rows)
-    else:
-        table = _measured(measurement_table(own))
-    return f"<details><summary>The numbers</summary>{_table(table)}</details>"
-
-
-def _measured(table: Table) -> Table:
-    """The harness's table, with the source of each column in its header."""
-    sources = {
-        "ms (p20 to p80)": "measured", "TFLOP/s": "measured", "extra memory": "measured", "must move": "model",
-        "error vs float64": "measured",
-    }  # fmt: skip
-    headers = (f"{header} ({sources[header]})" if header in sources else header for header in table.headers)
-    return Table(tuple(headers), table.rows)
-
-
-def _roofline_table(lines: Sequence[Line]) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for line in lines:
-        moved = line["bytes_model"]
-        rows.append((
-            line["case"], line["provider"],
-            _NOTHING if moved is None else f"{line['flops'] / moved:.3g}", f"{line['flops'] / line['bytes_least']:.3g}",
-            _NOTHING if line["tflops"] is None else f"{line['tflops']:.3g}",
-        ))  # fmt: skip
-    headers = ("case", "provider", "FLOP/byte (model)", "FLOP/byte at the least (model)", "TFLOP/s (measured)")
-    return Table(headers, rows)
-
-
-def _setting_table(lines: Sequence[Line]) -> tuple[str, Table] | None:
-    """Figure 2, left: one call, every algorithm, and how long the ones that are here took."""
-    models = [line for line in lines if line.get("part") == "setting_model" and line["reason"] is None]
-    timed = [line for line in lines if line.get("part") == "setting"]
-    if not models:
-        return None
-    by_provider = {line["provider"]: line for line in timed}
-    runs = {line["algorithm"]: by_provider.pop(_RUNS.get(line["algorithm"], ""), None) for line in models}
-    rows: list[tuple[str, ...]] = [
-        (
-            line["algorithm"], f"{format_count(line['flops'])}FLOP",
-            *(_gigabytes(line[name]) for name in ("read_bytes", "written_bytes", "bytes_model", "extra_memory_bytes")),
-            *_run_cells(runs[line["algorithm"]]),
-        )
-        for line in models
-    ]  # fmt: skip
-    rows += [(f"{name} (not modelled)", *[_NOTHING] * 5, *_run_cells(line)) for name, line in by_provider.items()]
-    headers = (
-        "", "FLOP (model)", "read (model)", "written (model)", "moved (model)", "extra memory (model)",
-        "time (measured)", "extra memory (measured)",
-    )  # fmt: skip
-    case, first = models[0]["config"], models[0]
-    mask = "causal" if case["causal"] else "full"
-    title = (
-        f"{mask} attention forward and backward: batch {case['batch']}, {case['seqlen_q']} tokens,"
-        f" {case['num_heads_q']} heads, head_dim {case['head_dim']}, {case['dtype']}. Fast memory of the models:"
-        f" {_gigabytes(first['fast_memory_bytes'])} ({first['fast_memory_source']})."
-    )
-    return title, Table(headers, rows)
-
-
-def _run_cells(line: Line | None) -> tuple[str, str]:
-    """Time and memory of a run, and whose it was."""
-    if line is None or line["ms_p50"] is None:
-        return _NOTHING, _NOTHING
-    return f"{line['ms_p50']:.4g} ms ({line['provider']})", _gigabytes(line["extra_memory_bytes"])
-
-
-def _moved_tables(lines: Sequence[Line]) -> str:
-    """A table for each call and each way of measuring."""
-    by_call: dict[str, list[Line]] = {}
-    for line in lines:
-        cache = line.get("cache_bytes")
-        how = line.get("measured_by", "ncu") + ("" if cache is None else f" of {_gigabytes(cache)}")
-        cell = Cell.of_line({**line, "part": line.get("part", ""), "needs_grad": False})
-        by_call.setdefault(f"{cell}; measured by {how} on {line['device']}", []).append(line)
-    names = ("read_bytes", "written_bytes", "moved_bytes", "bytes_model", "bytes_cached_model", "bytes_least")
-    headers = (
-        "", "read (measured)", "written (measured)", "moved (measured)", "moved (model)", "behind a cache (model)",
-        "least (model)",
-    )  # fmt: skip
-    found = []
-    for call, own in by_call.items():
-        rows: list[tuple[str, ...]] = [
-            (line["provider"], *(_gigabytes(line.get(name)) for name in names)) for line in own
-        ]
-        found.append(f"<p class=soft>{html.escape(call)}.</p>{_table(Table(headers, rows))}")
-    return "\n".join(found)
 
 
 def _table(table: Table) -> str:
@@ -211,7 +116,3 @@ def _machine(lines: Sequence[Line]) -> str:
     first, last = min(line["date"] for line in lines), max(line["date"] for line in lines)
     when = first if first == last else f"{first} to {last}"
     return f"{'; '.join(dict.fromkeys(facts))}; {when}"
-
-
-def _gigabytes(count: Any) -> str:
-    return _NOTHING if count is None else f"{format_count(count)}B"
