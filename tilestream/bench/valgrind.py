@@ -130,7 +130,7 @@ def events_of(text: str) -> dict[str, int]:
 def _line(
     case: Case, mode: Mode, provider: Provider, size: int, events: dict[str, int] | None, reason: str | None
 ) -> Line:
-    least, model, _ = traffic_models(case, mode, provider, "cpu")
+    least, model, cached = traffic_models(case, mode, provider, "cpu")
     read = written = moved = None
     if events is not None:
         read = _LINE_BYTES * events[_READ]
@@ -148,6 +148,7 @@ def _line(
         "moved_bytes": moved,
         "bytes_least": least.total_bytes,
         "bytes_model": None if model is None else model.total_bytes,
+        "bytes_cached_model": None if cached is None else cached.total_bytes,
         "over_least": None if moved is None else moved / least.total_bytes,
         "events": events,
         "config": case.to_dict(),
