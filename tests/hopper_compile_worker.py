@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton_compile_worker import _nvidia_uses, nvidia_code
+from triton_compile_worker import nvidia_code, nvidia_uses
 
 from tilestream.backends.hopper.call import SHARED_BYTES, configs_for, facts_of
 from tilestream.backends.hopper.plan import OPTIONS, source
 from tilestream.problem import Problem
 from tilestream.spec import AttentionSpec, Band
 
-_TARGET = GPUTarget("cuda", 90, 32)
+TARGET = GPUTarget("cuda", 90, 32)
 _BANDS = {"full": Band(None, None), "causal": Band(None, 0), "window": Band(300, 20), "left": Band(300, None)}
 
 
@@ -55,14 +55,14 @@ def compiled(**row: Any) -> list[dict[str, Any]]:
     uses = []
     for config in configs_for(problem):
         facts = facts_of(problem, config)
-        binary = triton.compile(source(facts, problem.dtype, problem.dtype), target=_TARGET, options=OPTIONS)
+        binary = triton.compile(source(facts, problem.dtype, problem.dtype), target=TARGET, options=OPTIONS)
         cubin = binary.asm["cubin"]
-        use = {"shared": binary.metadata.shared, "shared_limit": SHARED_BYTES, **_nvidia_uses(cubin)}
-        uses.append({**use, "spills_in_loops": _spills_in_loops(nvidia_code(cubin))})
+        use = {"shared": binary.metadata.shared, "shared_limit": SHARED_BYTES, **nvidia_uses(cubin)}
+        uses.append({**use, "spills_in_loops": spills_in_loops(nvidia_code(cubin))})
     return uses
 
 
-def _spills_in_loops(code: str) -> int:
+def spills_in_loops(code: str) -> int:
     """How many instructions read or write local memory in innermost loops that have products."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", code)]
     jumps = [(at, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)) for at, text in lines]

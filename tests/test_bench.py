@@ -238,20 +238,21 @@ def test_the_model_packs_rows_as_the_native_kernels_do(group: int) -> None:
         assert traffic_of(problem, "native", backward) == wanted
 
 
-def test_the_model_of_a_gpus_backward_has_its_three_kernels() -> None:
+def test_the_model_of_a_gpus_backward_has_its_kernels() -> None:
     problem = Case("c", batch=64, num_heads_q=16, num_heads_kv=16, dtype="float16", causal=True).problem("cuda")
     asked = dataclasses.replace(problem, is_backward=True)
-    for name in ("triton", "hopper"):
-        shape, query, key = backend(name).tile_shape(asked), config_for("query", asked), config_for("key", asked)
-        assert (shape.block_m, shape.block_n, shape.key_pass) == (
-            query.block_m,
-            query.block_n,
-            (key.block_m, key.block_n),
-        )
-        cost = schedule_cost(asked, shape, backward=True)
-        assert [one.name for one in cost.passes] == ["delta", "dk, dv", "dq"]
-        # The accumulators of a single walk would be more by far.
-        assert cost.traffic.total_bytes < 0.7 * tiled_bytes(problem, shape.block_m, backward=True).total_bytes
+    shape, query, key = backend("triton").tile_shape(asked), config_for("query", asked), config_for("key", asked)
+    assert (shape.block_m, shape.block_n) == (query.block_m, query.block_n)
+    assert shape.key_pass == (key.block_m, key.block_n)
+    cost = schedule_cost(asked, shape, backward=True)
+    assert [one.name for one in cost.passes] == ["delta", "dk, dv", "dq"]
+    # The accumulators of a single walk would be more by far.
+    assert cost.traffic.total_bytes < 0.7 * tiled_bytes(problem, shape.block_m, backward=True).total_bytes
+    # Hopper's adds up dq in memory, where it has kernels of its own, and is Triton's elsewhere.
+    cost = schedule_cost(asked, backend("hopper").tile_shape(asked), backward=True)
+    assert [one.name for one in cost.passes] == ["delta", "zero", "dk, dv, dq", "round"]
+    dropped = dataclasses.replace(asked, spec=dataclasses.replace(asked.spec, dropout_p=0.1))
+    assert backend("hopper").tile_shape(dropped) == backend("triton").tile_shape(dropped)
 
 
 def test_a_backward_is_asked_for_its_own_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +268,7 @@ def test_a_backward_is_asked_for_its_own_tiles(monkeypatch: pytest.MonkeyPatch) 
     for backward in (False, True):
         shape = backend("hopper").tile_shape(dataclasses.replace(problem, is_backward=backward))
         assert kernel_cost(problem, None, backward) == schedule_cost(problem, shape, backward)
-        assert shape.packs_group == backward
+        assert shape.dq_in_memory == backward
     assert [question.is_backward for question in asked] == [False, True]
 
 

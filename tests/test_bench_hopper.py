@@ -1,4 +1,4 @@
-"""``tilestream bench hopper`` and ``bench traffic``: cells, peers, bars from lines alone, a profiler that is played."""
+"""``tilestream bench hopper`` (forward) and ``bench traffic``: cells, peers, bars from lines, a played profiler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import stat
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tilestream import dispatch
 from tilestream.bench import gpu_suite, hopper_bars, providers, traffic, traffic_bars
 from tilestream.bench.bars import Verdict
 from tilestream.bench.cases import Case, square_case
-from tilestream.bench.gpu_cells import PEERS, TRAINED, Cell, hopper_plan, plan, traffic_plan
+from tilestream.bench.gpu_cells import PEERS, TRAINED, Cell, HopperDirection, hopper_plan, plan, traffic_plan
 from tilestream.bench.gpu_suite import HOPPER_PROVIDER, measure_cells
 from tilestream.bench.measure import Line
 from tilestream.bench.providers import Provider, provider_named
@@ -31,20 +31,23 @@ from tilestream.io.model import compulsory_bytes
 from tilestream.io.ncu import KernelBytes, kernels_of
 from tilestream.io.standard import standard_cost
 
+Directions = Sequence[HopperDirection]
 BFLOAT = Case("bf", head_dim=64, dtype="bfloat16", causal=True)
 
 
 def hopper_line(cell: Cell, **ratios: float | None) -> Line:
     """A synthetic line; each ratio is our speed over that peer's, with None for a peer that has no number."""
-    peers = {name: peer_of(ratio_p50=1.1) for name in PEERS["hopper"]}
+    peers = {name: peer_of(ratio_p50=1.1) for name in PEERS[cell.part]}
     for name, ratio in ratios.items():
         peers[name.replace("_", "/")].update(ratio_p50=ratio, tflops=None if ratio is None else 600.0)
     facts = {"suite": "hopper", "case": cell.case.name, "seqlen_q": cell.case.seqlen_q, "provider": HOPPER_PROVIDER}
     return line_of(cell, **facts, peers=peers, **{"fa3-fwd": "0.0.3", "flash-attn-4": None})
 
 
-def hopper_lines(change: Callable[[Cell], dict[str, float | None]] = lambda cell: {}) -> list[Line]:
-    return [hopper_line(cell, **change(cell)) for cell in hopper_plan()]
+def hopper_lines(
+    change: Callable[[Cell], dict[str, float | None]] = lambda cell: {}, directions: Directions = ("forward",)
+) -> list[Line]:
+    return [hopper_line(cell, **change(cell)) for cell in hopper_plan(directions=directions)]
 
 
 def traffic_line(cell: Cell, **changes: object) -> Line:
@@ -60,7 +63,7 @@ def met(verdicts: list[Verdict[Cell]]) -> list[str]:
 
 
 def test_the_cells_are_those_of_the_table_and_of_the_paper() -> None:
-    cells = hopper_plan()
+    cells = hopper_plan(directions=["forward"])
     layers = [cell.case for cell in cells if cell.is_layer]
     assert {(case.head_dim, case.causal, case.seqlen_q) for case in layers} == {
         (head_dim, causal, length)
@@ -217,7 +220,7 @@ def test_the_table_has_the_form_of_the_bars(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_causes_are_of_cells_that_there_are() -> None:
-    assert hopper_bars.CAUSES.keys() <= {cell.case.name for cell in hopper_plan()}
+    assert hopper_bars.CAUSES.keys() <= {cell.case.name for cell in hopper_plan(directions=["forward"])}
 
 
 @pytest.mark.no_poison

@@ -86,7 +86,7 @@ def compiled(gpu: str, kind: str, dtype: str, head_dim: int, kernel: str) -> dic
         target=target,
         options=options(step.config, target.backend),
     )
-    uses = _nvidia_uses(binary.asm["cubin"]) if target.backend == "cuda" else _amd_uses(binary.asm["amdgcn"])
+    uses = nvidia_uses(binary.asm["cubin"]) if target.backend == "cuda" else _amd_uses(binary.asm["amdgcn"])
     config = step.config
     tiles = f"{config.block_m}x{config.block_n}, {config.num_warps} warps, {config.num_stages} stages"
     return {"shared": binary.metadata.shared, "shared_limit": shared_bytes, "tiles": tiles, **uses}
@@ -100,7 +100,7 @@ def nvidia_code(cubin: bytes, option: str = "-sass") -> str:
         return subprocess.run([_NVIDIA_TOOL, option, path], capture_output=True, text=True, check=True).stdout
 
 
-def _nvidia_uses(cubin: bytes) -> dict[str, int]:
+def nvidia_uses(cubin: bytes) -> dict[str, int]:
     usage, code = nvidia_code(cubin, "-res-usage"), nvidia_code(cubin)
     (stack,) = re.findall(r"STACK:(\d+)", usage)
     return {

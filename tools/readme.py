@@ -147,11 +147,12 @@ def _machine(line: dict[str, Any]) -> str:
     return f"{line['device']}{threads}, torch {line['torch']}"
 
 
-def suite_report(suite: str, report: Callable[[Sequence[Line]], str]) -> str:
-    """The bars of a suite of ``tilestream bench``, and what every contestant did."""
-    path = RESULTS / f"{suite}-suite.jsonl"
+def suite_report(suite: str, report: Callable[[Sequence[Line]], str], part: str | None = None) -> str:
+    """The bars of a suite of ``tilestream bench``, or of a part of it, and what every contestant did."""
+    path = RESULTS / f"{suite}{f'-{part}' if part else ''}-suite.jsonl"
     if not path.exists():
-        return f"No results are committed yet; `tilestream bench {suite}` prints them for your machine."
+        command = f"tilestream bench {suite}{f' --part {part}' if part else ''}"
+        return f"No results are committed yet; `{command}` prints them for your machine."
     return report(bars.suite_lines(read_lines(path), suite))
 
 
@@ -220,6 +221,7 @@ PAGES = {
     README: PARTS,
     BENCHMARKS: {
         "hopper-speed": lambda: suite_report("hopper", hopper_bars.markdown_report),
+        "hopper-backward": lambda: suite_report("hopper", hopper_bars.markdown_report, "backward"),
         "hopper-traffic": lambda: suite_report("traffic", traffic_bars.markdown_report),
     },
     CPU_PERFORMANCE: {"cpu-performance": lambda: suite_report("cpu", cpu_bars.markdown_report)},

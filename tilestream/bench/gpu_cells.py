@@ -1,15 +1,17 @@
 """What ``tilestream bench gpu``, ``bench hopper`` and ``bench traffic`` measure: their cells.
 
-Sizes are those of a model's layer, however long its sequences: every call of the parts speed, fp32 and hopper has
-`TOKENS` tokens (so batch is `TOKENS` / length) of `HIDDEN` numbers (so heads are `HIDDEN` / head_dim). The part hopper
-also has GPT-2 medium as FlashAttention's paper measured it (arXiv:2205.14135), and the part traffic starts there.
+Sizes are those of a model's layer, however long its sequences: every call of the parts speed, fp32, hopper and
+hopper-backward has `TOKENS` tokens (so batch is `TOKENS` / length) of `HIDDEN` numbers (so heads are `HIDDEN` /
+head_dim). The part hopper also has GPT-2 medium as FlashAttention's paper measured it (arXiv:2205.14135), the part
+hopper-training has nothing else, and the part traffic starts there.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from tilestream.bench.cases import Case, square_case
 from tilestream.bench.measure import Line
@@ -20,6 +22,7 @@ __all__ = [
     "FP32_LENGTHS",
     "HEAD_DIMS",
     "HIDDEN",
+    "HOPPER_DIRECTIONS",
     "HOPPER_HEAD_DIMS",
     "LENGTHS",
     "PAPER_DROPOUT",
@@ -28,6 +31,7 @@ __all__ = [
     "TRAINED",
     "TRAINED_WITH_DROPOUT",
     "Cell",
+    "HopperDirection",
     "Key",
     "Part",
     "Suite",
@@ -46,16 +50,25 @@ CHANGED_LENGTHS = (2048, 1000)
 _CALL_TOKENS, _COMPILE_TOKENS = 128, 4096
 _FEW_HEADS = 4
 
-# speed, fp32, hopper: times on the device; call: the host's time of a small call; compile: the first call, and another
-# length; traffic: bytes that a forward moves through HBM; training: those of forward and backward, of several.
-Part = Literal["speed", "fp32", "call", "compile", "hopper", "traffic", "training"]
+# speed, fp32, hopper and its kin: times on the device; call: the host's time of a small call; compile: the first call,
+# and another length; traffic: bytes that a forward moves through HBM; training: those of forward and backward, of
+# several. Of the suite hopper the part of that name is the forward, hopper-training forward and backward in one.
+Part = Literal[
+    "speed", "fp32", "call", "compile", "hopper", "hopper-backward", "hopper-training", "traffic", "training"
+]
 Suite = Literal["gpu", "hopper", "traffic"]
+# What of the suite hopper can be measured alone.
+HopperDirection = Literal["forward", "backward"]
+HOPPER_DIRECTIONS: tuple[HopperDirection, ...] = get_args(HopperDirection)
+_WITH_BACKWARD = ("fa4", "sdpa/cudnn", "sdpa/flash")
 PEERS: dict[Part, tuple[str, ...]] = {
     "speed": ("flex", "sdpa/flash", "sdpa/cudnn", "sdpa"),
     "fp32": ("sdpa/efficient",),
     "call": ("sdpa",),
     "compile": (),
-    "hopper": ("fa3", "fa4", "sdpa/cudnn", "sdpa/flash"),
+    "hopper": ("fa3", *_WITH_BACKWARD),
+    "hopper-backward": _WITH_BACKWARD,
+    "hopper-training": (*_WITH_BACKWARD, "materialised"),
     "traffic": (),
     "training": (),
 }
@@ -104,9 +117,9 @@ class Cell:
 
     @property
     def suite(self) -> Suite:
-        if self.part == "training":
+        if self.part in ("traffic", "training"):
             return "traffic"
-        return self.part if self.part in ("hopper", "traffic") else "gpu"
+        return "hopper" if self.part.startswith("hopper") else "gpu"
 
     @property
     def is_layer(self) -> bool:
@@ -116,8 +129,9 @@ class Cell:
     def __str__(self) -> str:
         case = self.case
         mask = "causal" if case.causal else "full"
-        names = {"both": "forward and backward"}
-        mode = f"{names.get(self.mode, self.mode)}{' that keeps a graph' if self.needs_grad else ''}"
+        mode = "forward and backward" if self.mode == "both" else f"{self.mode}"
+        if self.needs_grad:
+            mode += " that keeps a graph"
         dropout = f", dropout {case.dropout_p}" if case.dropout_p else ""
         return (
             f"{case.dtype} {mask} {mode}, {case.batch}x{case.seqlen_q} tokens, head_dim {case.head_dim},"
@@ -140,14 +154,23 @@ def plan(quick: bool = False) -> list[Cell]:
     return cells if quick else [*cells, Cell("compile", first, "both")]
 
 
-def hopper_plan(quick: bool = False) -> list[Cell]:
-    """Forwards alone, against every public kernel; a quick look has one of each head dimension, and one of GPT-2."""
-    cells = [
-        Cell("hopper", _layer(length, "bfloat16", head_dim, causal), "forward")
+def hopper_plan(quick: bool = False, directions: Sequence[HopperDirection] = HOPPER_DIRECTIONS) -> list[Cell]:
+    """Against every public kernel: forwards, then backwards alone and training steps of GPT-2.
+
+    A quick look has one cell of each head dimension, and one of GPT-2, in each direction.
+    """
+    layers = [
+        _layer(length, "bfloat16", head_dim, causal)
         for head_dim, causal, length in itertools.product(HOPPER_HEAD_DIMS, (False, True), LENGTHS)
         if not quick or (causal and length == 4096)
     ]
-    return [*cells, *(Cell("hopper", case, "forward") for case in _gpt2_medium(quick))]
+    cells = []
+    if "forward" in directions:
+        cells += [Cell("hopper", case, "forward") for case in (*layers, *_gpt2_medium(quick))]
+    if "backward" in directions:
+        cells += [Cell("hopper-backward", case, "backward") for case in layers]
+        cells += [Cell("hopper-training", case, "both") for case in _gpt2_medium(quick)]
+    return cells
 
 
 def traffic_plan(quick: bool = False) -> list[Cell]:

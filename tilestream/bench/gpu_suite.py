@@ -24,7 +24,7 @@ from tilestream.bench.gpu_cells import CHANGED_LENGTHS, PEERS, Cell
 from tilestream.bench.measure import Line, Settings, call_flops, measurement_line, percentiles, time_ms, too_large
 from tilestream.bench.memory import Memory
 from tilestream.bench.providers import Provider, peer_versions, provider_named
-from tilestream.bench.runs import make_dout, make_run
+from tilestream.bench.runs import IS_BACKWARD, make_dout, make_run
 from tilestream.bench.turns import Take, Turns, slow_reason, take_turns
 from tilestream.problem import AttentionInputs
 
@@ -213,13 +213,18 @@ def _against_peers(stage: _Stage, cell: Cell) -> _Found:
 
 
 def _chosen(stage: _Stage, cell: Cell) -> str | None:
-    """The backend of a call that names none."""
-    return dispatch.explain(cell.case.problem(stage.device.type)).chosen
+    """The backends of a call that names none, in the directions that are measured."""
+    problem = cell.case.problem(stage.device.type)
+    found = [
+        dispatch.explain(dataclasses.replace(problem, is_backward=is_backward)).chosen
+        for is_backward in IS_BACKWARD[cell.mode]
+    ]
+    return " and ".join(dict.fromkeys(str(name) for name in found)) if any(found) else None
 
 
 def _choice_reason(stage: _Stage, cell: Cell) -> str | None:
-    """The bars of the part hopper are about what every caller gets, so a backend that must be named has no number."""
-    if cell.part != "hopper" or stage.provider.name != HOPPER_PROVIDER:
+    """The bars of the suite hopper are about what every caller gets, so a backend that must be named has no number."""
+    if cell.suite != "hopper" or stage.provider.name != HOPPER_PROVIDER:
         return None
     chosen = f"tilestream/{_chosen(stage, cell)}"
     return None if chosen == HOPPER_PROVIDER else f"a call that names no backend runs on {chosen}"

@@ -21,7 +21,7 @@ from tilestream.bench.cases import Case
 from tilestream.bench.machine import available_memory_bytes, code_version, device_name, load_average
 from tilestream.bench.memory import Memory, MemoryProbe
 from tilestream.bench.providers import Provider
-from tilestream.bench.runs import DIRECTIONS, Mode, Run, make_run
+from tilestream.bench.runs import IS_BACKWARD, Mode, Run, make_run
 from tilestream.io.model import backward_flops, compulsory_bytes, forward_flops
 from tilestream.problem import Problem
 
@@ -193,7 +193,7 @@ def measurement_line(
     """The line of one measurement, without what the gate says; without samples its times are None."""
     problem = case.problem(device.type)
     flops = call_flops(problem, mode)
-    traffic = [provider.traffic(problem, backward) for backward in DIRECTIONS[mode]]
+    traffic = [provider.traffic(problem, is_backward) for is_backward in IS_BACKWARD[mode]]
     p20, p50, p80 = percentiles(samples_ms) if samples_ms else (None, None, None)
     return {
         "case": case.name,

@@ -18,7 +18,7 @@ from tilestream import teaching
 from tilestream.bench.cases import DTYPES, Case, growing_lengths, square_case
 from tilestream.bench.measure import Line, Settings, facts, measure, num_steps
 from tilestream.bench.providers import Forward, Provider, provider_named
-from tilestream.bench.runs import DIRECTIONS
+from tilestream.bench.runs import IS_BACKWARD
 from tilestream.errors import ArgumentError
 from tilestream.io.compare import Settings as Traffic
 from tilestream.io.compare import algorithms
@@ -150,7 +150,7 @@ def teaching_provider(block: int) -> Provider:
 def _of_part(part: str, line: Line) -> Line:
     case = Case.from_dict(line["config"])
     problem = case.problem(line["device_type"])
-    least = sum(compulsory_bytes(problem, backward).total_bytes for backward in DIRECTIONS[line["mode"]])
+    least = sum(compulsory_bytes(problem, backward).total_bytes for backward in IS_BACKWARD[line["mode"]])
     return {"suite": _SUITE, "part": part, "source": "measured", **line, "bytes_least": least}
 
 

@@ -13,12 +13,12 @@ from tilestream.bench.cases import DTYPES, Case, normal_numbers
 from tilestream.bench.providers import Provider
 from tilestream.problem import AttentionInputs
 
-__all__ = ["DIRECTIONS", "MODES", "Mode", "Run", "make_dout", "make_run"]
+__all__ = ["IS_BACKWARD", "MODES", "Mode", "Run", "make_dout", "make_run"]
 
 Mode = Literal["forward", "backward", "both"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-# Of each direction that a mode runs, in order, whether it is the backward.
-DIRECTIONS: dict[Mode, tuple[bool, ...]] = {"forward": (False,), "backward": (True,), "both": (False, True)}
+# Of each direction that a mode times, whether it is the backward.
+IS_BACKWARD: dict[Mode, tuple[bool, ...]] = {"forward": (False,), "backward": (True,), "both": (False, True)}
 
 
 @dataclass

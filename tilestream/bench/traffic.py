@@ -30,7 +30,7 @@ from tilestream.bench.gpu_cells import Cell
 from tilestream.bench.gpu_suite import versions
 from tilestream.bench.measure import Line, facts
 from tilestream.bench.providers import Provider, provider_named
-from tilestream.bench.runs import DIRECTIONS, Mode, Run, make_dout, make_run
+from tilestream.bench.runs import IS_BACKWARD, Mode, Run, make_dout, make_run
 from tilestream.errors import ArgumentError
 from tilestream.io.cost import Traffic
 from tilestream.io.model import compulsory_bytes
@@ -133,7 +133,7 @@ def traffic_models(case: Case, mode: Mode, provider: Provider, device_type: str)
     problem, least = case.problem(device_type), Traffic(0, 0)
     model: Traffic | None = Traffic(0, 0)
     cached: Traffic | None = Traffic(0, 0)
-    for backward in DIRECTIONS[mode]:
+    for backward in IS_BACKWARD[mode]:
         least += compulsory_bytes(problem, backward)
         cost = provider.cost(problem, backward)
         model = None if model is None or cost is None else model + cost.traffic

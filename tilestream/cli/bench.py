@@ -8,6 +8,7 @@ import torch
 
 from tilestream.bench import cpu_suite, gpu_suite
 from tilestream.bench.cases import CASES, case_named
+from tilestream.bench.gpu_cells import HOPPER_DIRECTIONS
 from tilestream.bench.machine import busy_warning
 from tilestream.bench.measure import Line, Settings, measure, num_steps
 from tilestream.bench.providers import provider_named, provider_names
@@ -41,14 +42,15 @@ _SUITES = {
 _SECONDS = f"cpu {cpu_suite.SECONDS}, others {gpu_suite.SECONDS}"
 _PROVIDERS = f"cpu {cpu_suite.PROVIDER}, gpu {gpu_suite.PROVIDER}, others {gpu_suite.HOPPER_PROVIDER}"
 _USES = " or ".join(f"tilestream bench {suite}" for suite in _SUITES)
-_OF_SUITE = {"quick": "--quick", "provider": "--provider", "from_file": "--from"}
+_OF_HOPPER = {"part": "--part"}
+_OF_SUITE = {**_OF_HOPPER, "quick": "--quick", "provider": "--provider", "from_file": "--from"}
 # Options that somebody else knows, by suite.
 _IDLE = {
     None: _OF_SUITE,
-    "cpu": _OF_CASES,
-    "gpu": {**_OF_CASES, "threads": "--threads"},
+    "cpu": {**_OF_CASES, **_OF_HOPPER},
+    "gpu": {**_OF_CASES, **_OF_HOPPER, "threads": "--threads"},
     "hopper": {**_OF_CASES, "threads": "--threads"},
-    "traffic": {**_OF_CASES, "threads": "--threads", "seconds": "--seconds"},
+    "traffic": {**_OF_CASES, **_OF_HOPPER, "threads": "--threads", "seconds": "--seconds"},
 }
 
 
@@ -64,8 +66,8 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
         nargs="?",
         choices=tuple(_SUITES),
         help="measure this suite instead of chosen cases; cpu: the native CPU kernels against their bars, 12 minutes;"
-        " gpu: the GPU kernels against theirs, 4 minutes; hopper: the forward on sm_90 against every public kernel, 3"
-        " minutes; traffic: bytes that calls move through HBM, counted by NVIDIA's ncu, 4 minutes",
+        " gpu: the GPU kernels against theirs, 4 minutes; hopper: forward and backward on sm_90 against every public"
+        " kernel, 3 minutes each; traffic: bytes that calls move through HBM, counted by NVIDIA's ncu, 4 minutes",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and providers, or the suite, and stop")
     parser.add_argument("--threads", type=types.count, help="CPU threads; default: torch's choice; cpu: 1 and that")
@@ -84,6 +86,7 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
     chosen.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64"), help="instead of each case's")
     chosen.add_argument("--no-memory", action="store_true", help="times only")
     suite = parser.add_argument_group("with a suite")
+    suite.add_argument("--part", choices=HOPPER_DIRECTIONS, help="hopper: this direction alone; default both")
     suite.add_argument("--quick", action="store_true", help="a part of the suite, about a minute")
     suite.add_argument("--provider", help=f"what is measured; default {_PROVIDERS}")
     suite.add_argument(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tilestream.bench import bars, gpu_bars, hopper_bars, traffic_bars
-from tilestream.bench.gpu_cells import Cell, hopper_plan, plan, traffic_plan
+from tilestream.bench.gpu_cells import HOPPER_DIRECTIONS, Cell, hopper_plan, plan, traffic_plan
 from tilestream.bench.gpu_suite import HOPPER_PROVIDER, PROVIDER, SECONDS, measure_cells, suite_settings
 from tilestream.bench.measure import Line
 from tilestream.bench.providers import provider_named
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def run_hopper(args: argparse.Namespace, console: Console) -> int:
     """The suite hopper, as `run`."""
     report = _Report(hopper_bars.bars_table, hopper_bars.part_tables, hopper_bars.markdown_report)
-    cells = hopper_plan(args.quick)
+    cells = hopper_plan(args.quick, [args.part] if args.part else HOPPER_DIRECTIONS)
     return _run(args, console, cells, lambda cells: _time(args, cells, HOPPER_PROVIDER, console), report)
 
 

@@ -23,7 +23,7 @@ def read(args: argparse.Namespace) -> list[Line]:
         ArgumentError: it is no such file, or there are options that only measuring has.
     """
     measuring = {"--list": args.list, "--quick": args.quick, "--provider": args.provider}
-    measuring |= {"--threads": args.threads, "--seconds": args.seconds}
+    measuring |= {"--threads": args.threads, "--seconds": args.seconds, "--part": args.part}
     if idle := [option for option, value in measuring.items() if value]:
         raise ArgumentError(f"--from measures nothing, so {', '.join(idle)} would do nothing; leave it out.")
     path: str = args.from_file

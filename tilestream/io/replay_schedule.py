@@ -90,7 +90,14 @@ def schedule_backward(
         return results
     call.allocate_rows(memory, "delta", is_extra=True)
     _delta_pass(call, memory, shape)
+    if shape.dq_in_memory:
+        memory.begin("zero")
+        memory.allocate("dq_sum", call.q.shape, call.accumulator_bytes, call.dtype, is_extra=True)
+        memory.fill("dq_sum", 0.0)
     _key_pass(call, memory, shape.of_key_pass, blocks)
+    if shape.dq_in_memory:
+        _round_dq(call, memory, shape)
+        return results
     _query_pass(call, memory, shape, blocks)
     return results
 
@@ -108,7 +115,7 @@ def _delta_pass(call: DenseCall, memory: TwoLevelMemory, shape: TileShape) -> No
 
 
 def _key_pass(call: DenseCall, memory: TwoLevelMemory, shape: TileShape, blocks: BlockMatrix | None) -> None:
-    memory.begin("dk, dv")
+    memory.begin("dk, dv, dq" if shape.dq_in_memory else "dk, dv")
     problem = call.problem
     for b, head_kv, group in call.streams(packs_group=True):
         for keys in spans(problem.seqlen_k, shape.block_n):
@@ -124,12 +131,28 @@ def _key_pass(call: DenseCall, memory: TwoLevelMemory, shape: TileShape, blocks:
                     dv_n.set(dv_n.data + memory.product(dropped.T, _flat(dout_m)))
                     dk_n.set(dk_n.data + problem.spec.scale * memory.product(ds_mn.data.T, _flat(q_m)))
                     made = {"p": p_mn, "ds": ds_mn, "dk": dk_n, "dv": dv_n}
+                    if shape.dq_in_memory:
+                        dq_m = memory.load("dq_sum", (b, heads, rows))
+                        added = problem.spec.scale * memory.product(ds_mn.data, k_n.data)
+                        dq_m.set(dq_m.data + added.reshape(dq_m.data.shape))
+                        memory.store("dq_sum", (b, heads, rows), dq_m)
+                        dq_m.evict()
                     memory.at_tile(rows, keys, {"k": k_n, "v": v_n, **_named(loaded), **made})
                     evict(*loaded, p_mn, ds_mn)
             memory.store("dk", (b, head_kv, keys), dk_n)
             memory.store("dv", (b, head_kv, keys), dv_n)
             memory.at_tile(None, keys, {"k": k_n, "v": v_n, "dk": dk_n, "dv": dv_n})
             evict(k_n, v_n, dk_n, dv_n)
+
+
+def _round_dq(call: DenseCall, memory: TwoLevelMemory, shape: TileShape) -> None:
+    """dq of its sums."""
+    memory.begin("round")
+    for b, _, heads in call.streams(packs_group=False):
+        for rows in spans(call.problem.seqlen_q, shape.block_m):
+            tile = memory.load("dq_sum", (b, heads, rows))
+            memory.store("dq", (b, heads, rows), tile)
+            tile.evict()
 
 
 def _query_pass(call: DenseCall, memory: TwoLevelMemory, shape: TileShape, blocks: BlockMatrix | None) -> None:

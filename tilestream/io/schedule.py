@@ -1,8 +1,9 @@
 """The schedule of this library's kernels: rows outside, keys streamed; bytes and FLOPs as formulas.
 
-Forward: a program per row tile. Backward of the GPU kernels: delta per row tile, then dk and dv per key tile (rows
-streamed), then dq per row tile (keys streamed). Backward of the CPU kernels: one walk over the row tiles, which adds to
-sums of dk and dv in memory. EMPTY tiles are never loaded. Sources: arXiv:2307.08691, algorithms 1 and 2; `teaching.py`.
+Forward: a program per row tile. Backward of the Triton kernels: delta per row tile, then dk and dv per key tile (rows
+streamed), then dq per row tile (keys streamed). Of the CPU kernels: one walk over the row tiles, which adds to sums of
+dk and dv in memory. Of the Hopper kernels: one walk over the key tiles, which adds to sums of dq in memory. EMPTY tiles
+are never loaded. Sources: arXiv:2307.08691, algorithms 1 and 2; `teaching.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class TileShape:
 
     `key_pass` is (queries, keys) of the pass that makes dk and dv, where they are others: it wants many keys and few
     queries, the other passes the opposite. With `sums_in_memory` there is no such pass: each row tile adds to sums of
-    dk and dv in memory.
+    dk and dv in memory. With `dq_in_memory` that pass is the only one over the scores, and adds to sums of dq.
 
     Raises:
         ArgumentError: a number is below 1, or there are tiles for a pass that there is not.
@@ -42,6 +43,7 @@ class TileShape:
     packs_group: bool = True
     key_pass: tuple[int, int] | None = None
     sums_in_memory: bool = False
+    dq_in_memory: bool = False
 
     def __post_init__(self) -> None:
         for place, numbers in (("", (self.block_m, self.block_n)), (" of key_pass", self.key_pass or (1, 1))):
@@ -50,11 +52,15 @@ class TileShape:
                     raise ArgumentError(f"{name}{place} must be at least 1, got {number}.")
         if self.sums_in_memory and self.key_pass is not None:
             raise ArgumentError("with sums_in_memory there is no pass over key tiles; leave key_pass out.")
+        if self.sums_in_memory and self.dq_in_memory:
+            raise ArgumentError("sums_in_memory has row tiles outside, dq_in_memory key tiles; give one of them.")
 
     @property
     def of_key_pass(self) -> TileShape:
         """The tiles of dk and dv."""
-        return self if self.key_pass is None else TileShape(*self.key_pass, self.packs_group)
+        if self.key_pass is None:
+            return self
+        return TileShape(*self.key_pass, self.packs_group, dq_in_memory=self.dq_in_memory)
 
     def rows_per_query(self, problem: Problem) -> int:
         """Rows of a tile that one query position makes."""
@@ -124,6 +130,9 @@ def schedule_cost(
         flops = pairs * (3 * problem.head_dim + 2 * problem.head_dim_v)
         return Cost(_one_walk(sizes, {"k": k, "v": v}, flops), _sums(sizes, sizes.k + sizes.v), fast)
     delta = pass_of("delta", {"out": sizes.out, "dout": sizes.out}, {"delta": sizes.lse})
+    if shape.dq_in_memory:
+        walk = _Walk(problem, shape.of_key_pass, blocks)
+        return Cost((delta, *_key_walk(problem, sizes, walk)), sizes.lse + _sums(sizes, sizes.q), fast)
     rows = {"q": sizes.q, "dout": sizes.out, "lse": sizes.lse, "delta": sizes.lse}
     flops = pairs * (2 * problem.head_dim + problem.head_dim_v)
     dq = pass_of("dq", {**rows, "k": k, "v": v}, {"dq": sizes.q}, flops)
@@ -143,7 +152,7 @@ def once_per_pass(problem: Problem, cost: Cost) -> Cost:
     of_tensors = {
         "q": sizes.q, "k": sizes.k, "v": sizes.v, "out": sizes.out, "lse": sizes.lse, "dout": sizes.out,
         "delta": sizes.lse, "dq": sizes.q, "dk": sizes.k, "dv": sizes.v,
-        "dk_sum": _sums(sizes, sizes.k), "dv_sum": _sums(sizes, sizes.v),
+        "dk_sum": _sums(sizes, sizes.k), "dv_sum": _sums(sizes, sizes.v), "dq_sum": _sums(sizes, sizes.q),
     }  # fmt: skip
     passes = []
     for one in cost.passes:
@@ -179,6 +188,22 @@ def _one_walk(sizes: Sizes, streamed: dict[str, int], flops: int) -> tuple[Pass,
         pass_of("zero", {}, sums),
         pass_of("backward", {**rows, **streamed, **added}, {"dq": sizes.q, **added}, flops),
         pass_of("round", sums, {"dk": sizes.k, "dv": sizes.v}),
+    )
+
+
+def _key_walk(problem: Problem, sizes: Sizes, walk: _Walk) -> tuple[Pass, ...]:
+    """Key tiles outside; dq is summed in memory: set to 0 before, rounded to the input dtype after."""
+    plain, sums = _key_pass(problem, sizes, walk), {"dq_sum": _sums(sizes, sizes.q)}
+    rows, pairs = walk.streamed_rows()
+    num_heads = problem.batch * problem.num_heads_q
+    added = num_heads * rows * problem.head_dim * sizes.accumulator_bytes
+    reads = {**{name: moved.read_bytes for name, moved in plain.tensors.items()}, "dq_sum": added}
+    writes = {**{name: moved.written_bytes for name, moved in plain.tensors.items()}, "dq_sum": added}
+    flops = plain.flops + 2 * num_heads * pairs * problem.head_dim
+    return (
+        pass_of("zero", {}, sums),
+        pass_of("dk, dv, dq", reads, writes, flops),
+        pass_of("round", sums, {"dq": sizes.q}),
     )
 
 
@@ -295,6 +320,9 @@ def _fast_memory(problem: Problem, shape: TileShape, backward: bool) -> int:
     need = _need(problem, shape, backward, is_key_pass=False)
     if backward and shape.sums_in_memory:
         return need
+    if backward and shape.dq_in_memory:
+        rows = min(shape.block_m, problem.seqlen_q) * shape.rows_per_query(problem)
+        need = _delta_need(problem, rows)
     return max(need, _need(problem, shape.of_key_pass, backward, is_key_pass=True)) if backward else need
 
 
@@ -314,7 +342,12 @@ def _need(problem: Problem, shape: TileShape, backward: bool, is_key_pass: bool)
     if is_key_pass:
         # Rows of one head at a time, P and dP.
         rows_bytes = queries * ((width + width_v) * element + 2 * sums)
+        rows_bytes += queries * width * sums if shape.dq_in_memory else 0
         return loaded + keys * (width + width_v) * sums + rows_bytes + 2 * queries * keys * sums
-    delta = rows * (2 * width_v * element + sums)
+    delta = _delta_need(problem, rows)
     # Rows of all packed heads, P and dP.
     return max(delta, loaded + rows * ((width + width_v) * element + (width + 2) * sums) + 2 * rows * keys * sums)
+
+
+def _delta_need(problem: Problem, rows: int) -> int:
+    return rows * (2 * problem.head_dim_v * problem.dtype.itemsize + accumulator_bytes(problem))

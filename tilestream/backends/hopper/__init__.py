@@ -1,6 +1,7 @@
-"""Warp-specialised forward for Hopper, written in Gluon: 16-bit calls with every feature but dropout.
+"""Warp-specialised kernels for Hopper, written in Gluon: the forward of 16-bit calls with every feature but dropout,
+and the backward of plain dense ones.
 
-The backward is the Triton backend's: (out, lse) mean the same in both.
+Every other backward is the Triton backend's: (out, lse) mean the same in both.
 Importing this package does not import Triton; running a call does.
 """
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilestream.backends import triton
+from tilestream.backends.hopper.backward_call import BLOCK_M, CONSUMER_KEYS, NUM_CONSUMERS
 from tilestream.backends.hopper.call import config_for, usual_seqlen_q
 from tilestream.backends.triton.configs import config_for as triton_config_for
 from tilestream.backends.triton.configs import num_splits
@@ -27,6 +29,7 @@ __all__ = ["BACKEND", "HopperBackend", "problem_reason"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD_DIM = 256
+_LARGEST_BACKWARD_HEAD_DIM = 128
 # TMA counts in 16 bytes.
 _HEAD_DIM_UNIT = 8
 # Of a KV head; half of a tile.
@@ -57,6 +60,8 @@ class HopperBackend:
     def tile_shape(self, problem: Problem) -> TileShape:
         """See `Backend.tile_shape`."""
         if problem.is_backward:
+            if backward_reason(problem) is None:
+                return TileShape(BLOCK_M, NUM_CONSUMERS * CONSUMER_KEYS, packs_group=False, dq_in_memory=True)
             return triton.BACKEND.tile_shape(problem)
         config = config_for(problem)
         return TileShape(config.block_m, config.block_n, packs_group=False)
@@ -82,6 +87,9 @@ class HopperBackend:
         needs_dsinks: bool,
     ) -> Gradients:
         """See `Backend.backward`."""
+        if backward_reason(problem) is None:
+            result: Gradients = _backward_plan().backward(problem, inputs, output, dout, dlse, needs_dsinks)
+            return result
         return triton.BACKEND.backward(problem, inputs, output, dout, dlse, needs_dbias, needs_dsinks)
 
 
@@ -119,9 +127,41 @@ def _slower_reason(problem: Problem, num_processors: int) -> str | None:
     return None
 
 
+def backward_reason(problem: Problem) -> str | None:
+    """Why a backward is the Triton backend's."""
+    spec = problem.spec
+    widths = problem.head_dim, problem.head_dim_v
+    features = (spec.dropout_p > 0, spec.softcap > 0, spec.has_alibi, spec.has_bias, problem.layout == "varlen")
+    if problem.dtype not in _DTYPES:
+        return f"dtype {problem.dtype} is neither float16 nor bfloat16"
+    if any(features):
+        return "dropout, softcap, ALiBi, bias and packed sequences are served by the Triton backend"
+    if spec.deterministic:
+        return "sums of dq have no fixed order; the Triton backend's have one"
+    if max(widths) > _LARGEST_BACKWARD_HEAD_DIM:
+        return f"head_dim {max(widths)} is above {_LARGEST_BACKWARD_HEAD_DIM}"
+    if any(width % _HEAD_DIM_UNIT for width in widths):
+        return f"head_dim {widths[0]} or head_dim_v {widths[1]} is no multiple of {_HEAD_DIM_UNIT}"
+    if not _SCALES[0] <= spec.scale <= _SCALES[1]:
+        return f"scale {spec.scale} is not positive, or extreme"
+    if problem.batch < 1 or problem.seqlen_k < 1 or problem.seqlen_q < _FEW_ROWS:
+        return f"it has fewer than {_FEW_ROWS} queries, or no keys"
+    if (
+        problem.batch * (problem.seqlen_q + _FEW_ROWS) * problem.num_heads_q > _MOST_ROWS
+        or problem.total_k > _MOST_ROWS
+    ):
+        return "it has more than 2**28 rows of queries or keys"
+    return None
+
+
 @functools.cache
 def _plan() -> Any:
     return importlib.import_module("tilestream.backends.hopper.plan")
+
+
+@functools.cache
+def _backward_plan() -> Any:
+    return importlib.import_module("tilestream.backends.hopper.backward_plan")
 
 
 @functools.cache

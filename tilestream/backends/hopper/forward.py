@@ -52,7 +52,7 @@ from tilestream.backends.hopper.score import Rows, head_sink, head_slope, masked
 from tilestream.backends.hopper.softmax import lane_sums, rescaled, scaled, softmax
 from tilestream.backends.triton.tiles import is_partial
 
-__all__ = ["forward_kernel"]
+__all__ = ["barriers", "forward_kernel", "tiles_like"]
 
 
 class Shared(NamedTuple):
@@ -393,15 +393,17 @@ def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.cons
 
 
 @jit
-def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """So many barriers that open at so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(index), count=COUNT)
-    return barriers
+        mbarrier.init(made.index(index), count=COUNT)
+    return made
 
 
 @jit
-def _tiles(NUMBER: gl.constexpr, desc):
+def tiles_like(NUMBER: gl.constexpr, desc):
+    """Places for so many tiles of a descriptor."""
     shape: gl.constexpr = [NUMBER] + desc.block_shape  # noqa: RUF005  # Triton knows no starred lists
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
@@ -411,17 +413,17 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, tensors, numbers, facts: gl
     """out and lse of a call."""
     n: gl.constexpr = facts.config.num_consumers
     stages: gl.constexpr = facts.config.num_stages
-    q = _tiles(n, q_desc)
-    k = _tiles(stages, k_desc)
-    v = _tiles(stages, v_desc)
+    q = tiles_like(n, q_desc)
+    k = tiles_like(stages, k_desc)
+    v = tiles_like(stages, v_desc)
     out = q
     if not facts.shares_q:
-        out = _tiles(n, out_desc)
+        out = tiles_like(n, out_desc)
     shared = Shared(
-        q, k, v, out, _barriers(n, 1), _barriers(n, 1), _barriers(stages, 1), _barriers(stages, n),
-        _barriers(stages, 1), _barriers(stages, n), _barriers(n, 1),
+        q, k, v, out, barriers(n, 1), barriers(n, 1), barriers(stages, 1), barriers(stages, n),
+        barriers(stages, 1), barriers(stages, n), barriers(n, 1),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        _barriers(2, 1), _barriers(2, n),
+        barriers(2, 1), barriers(2, n),
     )  # fmt: skip
     mbarrier.arrive(shared.turn.index(0))
     # What follows may be launched; it waits for the end of this kernel.

@@ -51,12 +51,25 @@ from tilestream.backends.triton.plan import (
 from tilestream.problem import AttentionInputs, Problem
 from tilestream.state import AttentionOutput
 
-__all__ = ["OPTIONS", "Plan", "forward", "num_compiled", "prepare", "source"]
+__all__ = [
+    "DTYPES",
+    "OPTIONS",
+    "SHORT_NAMES",
+    "TARGET",
+    "Descriptor",
+    "Plan",
+    "forward",
+    "layout_for",
+    "num_compiled",
+    "prepare",
+    "source",
+    "unit_counter",
+]
 
-_TARGET = GPUTarget("cuda", 90, 32)
+TARGET = GPUTarget("cuda", 90, 32)
 # Of the first consumer; the others and the producer have their own.
 OPTIONS = {"num_warps": 4}
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _ROWS = ("q", "k", "v", "out")
 # Of numbers that are not 32-bit ones without a fraction.
 _TYPES: dict[str, Any] = {
@@ -64,7 +77,7 @@ _TYPES: dict[str, Any] = {
     "shift": "i64",
     "bias_strides": ("i64",) * 3,
 }
-_SHORT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+SHORT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
@@ -96,7 +109,7 @@ def _readable(inputs: AttentionInputs) -> AttentionInputs:
     return readable_features(inputs._replace(query=query, key=key, value=value, bias=bias))
 
 
-class _Descriptor(NamedTuple):
+class Descriptor(NamedTuple):
     """What Triton's launcher looks for in a `TensorDescriptor`, which would check it all again in every call."""
 
     base: Tensor
@@ -121,7 +134,7 @@ class Plan:
         self._out = shapes["out"], contiguous_strides(shapes["out"])
         self._lse = lse, contiguous_strides(lse)
         strides = (*how.strides, self._out[1])
-        self._layouts = [_layout(shapes[name], given) for name, given in zip(_ROWS, strides, strict=True)]
+        self._layouts = [layout_for(shapes[name], given) for name, given in zip(_ROWS, strides, strict=True)]
         self._num_programs = min(self.numbers.num_units, num_processors(how.device))
         num_flaggers = self._num_programs * self.config.num_consumers
         self._flags = (num_flaggers + math.prod(lse),), (1,)
@@ -143,9 +156,9 @@ class Plan:
         if self._compiled is None:
             self._load()
         stream = triton.runtime.driver.active.get_current_stream(self._device.index)
-        counter = _counter(self._device, stream) if self.facts.is_dynamic else None
+        counter = unit_counter(self._device, stream) if self.facts.is_dynamic else None
         query, key, value, bias, slopes, sinks, _seed, cu_seqlens_q, cu_seqlens_k = inputs
-        descriptors = [_Descriptor(x, *y) for x, y in zip((query, key, value, out), self._layouts, strict=True)]
+        descriptors = [Descriptor(x, *y) for x, y in zip((query, key, value, out), self._layouts, strict=True)]
         others = Others(lse, flags, counter, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k)
         kernel, hooks = self._compiled, triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
@@ -171,7 +184,7 @@ class Plan:
         self._compiled = _COMPILED[self.facts, dtype, bias_dtype, self._device]
 
 
-def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def layout_for(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of a tensor with rows as TMA takes them."""
     strides = tma_strides(shape, strides)
     return (shape, strides) if len(shape) == 4 else packed_layout(shape, strides)
@@ -185,7 +198,7 @@ def _plan(problem: Problem, how: How) -> Plan:
 _COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
-def _counter(device: torch.device, stream: int) -> Tensor:
+def unit_counter(device: torch.device, stream: int) -> Tensor:
     """A zero that a launch leaves as a zero: one for each stream of a thread, whose launches follow each other."""
     if torch.cuda.is_current_stream_capturing():
         # Of a graph's own, which may run beside calls of the stream.
@@ -216,7 +229,7 @@ def num_compiled() -> int:
 
 
 def _compile(facts: Facts, dtype: torch.dtype, bias_dtype: torch.dtype) -> Any:
-    return triton.compile(source(facts, dtype, bias_dtype), target=_TARGET, options=OPTIONS)
+    return triton.compile(source(facts, dtype, bias_dtype), target=TARGET, options=OPTIONS)
 
 
 def source(facts: Facts, dtype: torch.dtype, bias_dtype: torch.dtype) -> GluonASTSource:
@@ -224,8 +237,8 @@ def source(facts: Facts, dtype: torch.dtype, bias_dtype: torch.dtype) -> GluonAS
 
     def descriptor(rows: int, width: int) -> str:
         block = [1, 1, rows, 1, width] if facts.is_varlen else [1, rows, 1, width]
-        layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
-        return f"tensordesc<{_SHORT_NAMES[dtype]}{block},{layout!r}>"
+        layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
+        return f"tensordesc<{SHORT_NAMES[dtype]}{block},{layout!r}>"
 
     numbers = {name: _TYPES.get(name, "i32") for name in Numbers._fields}
     signature = {

@@ -53,7 +53,7 @@ from tilestream.backends.triton.tiles import (
     tile_index,
 )
 
-__all__ = ["delta_kernel", "exact_key_kernel", "exact_query_kernel", "key_kernel", "query_kernel"]
+__all__ = ["delta_kernel", "exact_key_kernel", "exact_query_kernel", "key_kernel", "query_kernel", "query_program"]
 
 
 @triton.jit(do_not_specialize=["numbers"])
@@ -130,8 +130,13 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
             slopes = row_slopes(rows, sequence, tensors, numbers, facts)
         q_offsets = next_row_offsets(q_first, rows, m_start, sequence, numbers.q_strides, facts)
         q_m = load_tile(tensors.q + q_offsets[:, None] + d[None, :], rows_inside, d, facts.head_dim, facts.block_d)
-        lse_log2 = tl.load(tensors.row_lse + padded + rows)
-        delta = tl.load(tensors.row_delta + padded + rows)
+        if EXACT:
+            # Another backend's kernels have them in another order, padded.
+            lse_log2 = row_lse(rows, rows_inside, sequence, tensors, numbers, facts)
+            delta = _row_delta(rows, rows_inside, sequence, tensors, numbers, facts)
+        else:
+            lse_log2 = tl.load(tensors.row_lse + padded + rows)
+            delta = tl.load(tensors.row_delta + padded + rows)
         masked = EXACT or (facts.is_band and is_partial(m_start, ranges))
         s_nm = tl.dot(k_n, tl.trans(q_m), input_precision=facts.precision)
         s_nm, capped = score_tile(
@@ -239,7 +244,8 @@ def _query_loop(
 
 
 @triton.jit
-def _query_program(program, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
+def query_program(program, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
+    """dq of the tile of packed rows of a program."""
     tile, head_kv, batch, _split = tile_index(program, numbers, facts)
     sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
     m_start = tile * facts.block_m
@@ -264,7 +270,7 @@ def _query_program(program, tensors, numbers, facts: tl.constexpr, EXACT: tl.con
 @triton.jit(do_not_specialize=["numbers"])
 def query_kernel(tensors, numbers, facts: tl.constexpr):
     """dq of a tile of packed rows."""
-    _query_program(tl.program_id(0), tensors, numbers, facts, False)
+    query_program(tl.program_id(0), tensors, numbers, facts, False)
 
 
 @triton.jit(do_not_specialize=["numbers"])
@@ -275,4 +281,4 @@ def exact_query_kernel(tensors, numbers, facts: tl.constexpr):
 
 @triton.jit
 def _exact_query_program(program, tensors, numbers, facts: tl.constexpr):
-    _query_program(program, tensors, numbers, facts, True)
+    query_program(program, tensors, numbers, facts, True)

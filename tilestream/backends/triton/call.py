@@ -28,6 +28,7 @@ __all__ = [
     "num_key_tiles",
     "num_row_tiles",
     "precision_of",
+    "rows_in_place",
     "shapes_of",
     "sizes_of",
 ]
@@ -240,6 +241,11 @@ def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a new tensor, in elements."""
     return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def rows_in_place(x: Tensor) -> Tensor:
+    """A tensor whose rows have their elements side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def layout_of(problem: Problem, given: tuple[tuple[int, ...], ...], are_aligned: bool) -> tuple[int, dict[str, Any]]:

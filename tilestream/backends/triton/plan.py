@@ -25,6 +25,7 @@ from tilestream.backends.triton.call import (
     num_key_tiles,
     num_row_tiles,
     precision_of,
+    rows_in_place,
     shapes_of,
     sizes_of,
 )
@@ -35,12 +36,15 @@ from tilestream.spec import Band
 from tilestream.state import AttentionOutput, finite_or_zero, sink_gradient
 
 __all__ = [
+    "Builder",
     "How",
     "Plan",
     "backward",
     "exact_rows_step",
     "forward",
     "how_of",
+    "kernel_config",
+    "looks_at_flags",
     "lse_shape",
     "num_processors",
     "prepare",
@@ -89,9 +93,9 @@ def backward(
     problem = without_idle_limits(problem)
     given = Tensors(
         *_readable(inputs),
-        out=_rows_in_place(output.out),
+        out=rows_in_place(output.out),
         lse=output.lse.contiguous(),
-        dout=_rows_in_place(dout),
+        dout=rows_in_place(dout),
         dlse=None if dlse is None else dlse.float().contiguous(),
     )
     how = how_of(problem, given)
@@ -232,14 +236,14 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
     if problem.total_q == 0:
         return Plan(how.device, made, ())
     hides = _can_hide(problem)
-    config = _config("forward", problem, how)
+    config = kernel_config("forward", problem, how)
     splits, split_keys = num_splits(problem, config, num_processors(how.device))
     parts = [
         _Made("out_parts", (splits, problem.total_q * problem.num_heads_q, problem.head_dim_v), torch.float32),
         _Made("lse_parts", (splits, problem.total_q * problem.num_heads_q), torch.float32),
     ]
     sizes = {"num_splits": splits, "split_keys": split_keys}
-    build = _Builder(problem, how)
+    build = Builder(problem, how)
     whole = [build.row_step(forward_kernels.forward_kernel, config, {"flags": hides})]
     split = [
         build.row_step(forward_kernels.forward_kernel, config, {"has_splits": True}, sizes),
@@ -249,16 +253,16 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
     steps, others = (split, whole) if splits > 1 else (whole, split if problem.layout == "dense" else [])
     made += parts if splits > 1 else []
     if hides:
-        exact = _config("exact_forward", problem, how)
-        steps.append(_looks_at_flags(build.row_step(forward_kernels.exact_forward_kernel, exact), how))
+        exact = kernel_config("exact_forward", problem, how)
+        steps.append(looks_at_flags(build.row_step(forward_kernels.exact_forward_kernel, exact), how))
     return Plan(how.device, [*made, *_flags_of(steps)], steps, others)
 
 
 def exact_rows_step(problem: Problem, how: How, kernel: Any, num_flaggers: int) -> Step:
     """Another backend's exact kernel, for the rows that its forward has flagged (`hopper.exact`)."""
-    config = dataclasses.replace(_config("exact_forward", problem, how), starts_early=True)
-    step = _Builder(problem, how).row_step(kernel, config, sizes={"num_flaggers": num_flaggers})
-    return _looks_at_flags(step, how)
+    config = dataclasses.replace(kernel_config("exact_forward", problem, how), starts_early=True)
+    step = Builder(problem, how).row_step(kernel, config, sizes={"num_flaggers": num_flaggers})
+    return looks_at_flags(step, how)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -281,35 +285,35 @@ def _backward_plan(problem: Problem, how: How) -> Plan:
 
 def _plain_steps(problem: Problem, how: How) -> list[Step]:
     hides = _can_hide(problem)
-    build = _Builder(problem, how)
+    build = Builder(problem, how)
     steps = [
         build.delta_step(),
-        build.row_step(backward_kernels.query_kernel, _config("query", problem, how), {"flags": hides}),
+        build.row_step(backward_kernels.query_kernel, kernel_config("query", problem, how), {"flags": hides}),
     ]
     if hides:
-        exact = _config("exact_query", problem, how)
-        steps.append(_looks_at_flags(build.row_step(backward_kernels.exact_query_kernel, exact), how))
+        exact = kernel_config("exact_query", problem, how)
+        steps.append(looks_at_flags(build.row_step(backward_kernels.exact_query_kernel, exact), how))
     if problem.total_k > 0:
-        steps.append(build.key_step(backward_kernels.key_kernel, _config("key", problem, how), {"flags": hides}))
+        steps.append(build.key_step(backward_kernels.key_kernel, kernel_config("key", problem, how), {"flags": hides}))
         if hides:
-            exact = _config("exact_key", problem, how)
-            steps.append(_looks_at_flags(build.key_step(backward_kernels.exact_key_kernel, exact), how))
+            exact = kernel_config("exact_key", problem, how)
+            steps.append(looks_at_flags(build.key_step(backward_kernels.exact_key_kernel, exact), how))
     return steps
 
 
 def _parts_steps(problem: Problem, how: How) -> list[Step]:
     """Of float32 operands that are split first."""
-    config, key_config = _config("parts_query", problem, how), _config("parts_key", problem, how)
-    exact, exact_key = _config("exact_parts_query", problem, how), _config("exact_parts_key", problem, how)
+    config, key_config = kernel_config("parts_query", problem, how), kernel_config("parts_key", problem, how)
+    exact, exact_key = kernel_config("exact_parts_query", problem, how), kernel_config("exact_parts_key", problem, how)
     flags = {"flags": True}
-    build = _Builder(problem, how)
+    build = Builder(problem, how)
     return [
         build.delta_step(writes_parts=True),
         build.key_step(parts_kernels.split_kernel, Config(16, _ROW_BLOCK, 8, 1)),
         build.row_step(parts_kernels.query_parts_kernel, config, flags),
-        _looks_at_flags(build.row_step(backward_kernels.exact_query_kernel, exact), how),
+        looks_at_flags(build.row_step(backward_kernels.exact_query_kernel, exact), how),
         build.key_step(parts_kernels.key_parts_kernel, key_config, flags),
-        _looks_at_flags(build.key_step(backward_kernels.exact_key_kernel, exact_key), how),
+        looks_at_flags(build.key_step(backward_kernels.exact_key_kernel, exact_key), how),
     ]
 
 
@@ -323,19 +327,19 @@ def _bias_plan(problem: Problem, how: How, shape: torch.Size) -> Plan:
         keys = problem.seqlen_k
     if sums_rows or sums_keys:
         batch, heads = problem.batch, problem.num_heads_q
-    config = _config("bias", problem, how)
+    config = kernel_config("bias", problem, how)
     programs = batch * heads
     programs *= 1 if sums_rows else -(-rows // config.block_m)
     programs *= 1 if sums_keys else -(-keys // config.block_n)
     made = [_Made("dbias", (batch, heads, rows, keys), torch.float32)]
     if math.prod(made[0].shape) == 0:
         return Plan(how.device, made, ())
-    build = _Builder(problem, how)
+    build = Builder(problem, how)
     facts, sizes = {"sums_rows": sums_rows, "sums_keys": sums_keys}, {"dbias_shape": (batch, heads, rows, keys)}
     return Plan(how.device, made, [build.step(bias_gradient.bias_kernel, config, programs, facts, sizes)])
 
 
-class _Builder:
+class Builder:
     """Makes the steps of one plan."""
 
     def __init__(self, problem: Problem, how: How) -> None:
@@ -418,7 +422,7 @@ def _flags_of(steps: Sequence[Step]) -> list[_Made]:
     return [_Made("flags", (most,), torch.int32)] if most > 0 else []
 
 
-def _looks_at_flags(step: Step, how: How) -> Step:
+def looks_at_flags(step: Step, how: How) -> Step:
     """An exact step has a program for each processor, which goes through many tiles' flags."""
     return dataclasses.replace(step, num_programs=min(step.num_programs, num_processors(how.device)))
 
@@ -446,7 +450,8 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _config(kernel: str, problem: Problem, how: How) -> Config:
+def kernel_config(kernel: str, problem: Problem, how: How) -> Config:
+    """The tiles of a kernel on the device of a call."""
     return config_for(kernel, problem, _is_small(how.device))
 
 
@@ -467,10 +472,6 @@ def num_processors(device: torch.device) -> int:
     return int(torch.get_device_module(device).get_device_properties(device).multi_processor_count)
 
 
-def _rows_in_place(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _slopes(alibi: Tensor, num_heads: int) -> Tensor:
     """In float32; of no sequence, numbers for the tokens that belong to none."""
     return alibi.float().contiguous() if alibi.numel() > 0 else alibi.new_zeros(num_heads, dtype=torch.float32)
@@ -478,7 +479,7 @@ def _slopes(alibi: Tensor, num_heads: int) -> Tensor:
 
 def _readable(inputs: AttentionInputs) -> AttentionInputs:
     """The inputs as the kernels read them."""
-    query, key, value = map(_rows_in_place, inputs[:3])
+    query, key, value = map(rows_in_place, inputs[:3])
     return readable_features(inputs._replace(query=query, key=key, value=value))
 
 

@@ -1,0 +1,161 @@
+"""What travels to the backward kernel: its compile-time facts as one hashable object, its numbers as one."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from tilestream.backends.hopper.call import block_of
+from tilestream.backends.triton.call import sizes_of
+from tilestream.problem import Problem
+
+__all__ = [
+    "BLOCK_M",
+    "CONSUMER_KEYS",
+    "NUM_CONSUMERS",
+    "ROW_BLOCK",
+    "BackwardConfig",
+    "BackwardFacts",
+    "BackwardNumbers",
+    "BackwardOthers",
+    "backward_config_for",
+    "backward_facts_of",
+    "backward_numbers_of",
+]
+
+# Queries of a tile, and keys of a consumer: what one product of a warpgroup takes.
+BLOCK_M = 64
+CONSUMER_KEYS = 64
+NUM_CONSUMERS = 2
+# What lse and delta of a head are padded to.
+ROW_BLOCK = 128
+
+# Of Q, dout and the sums of dq that are worked on at a time: half of Hopper's L2 cache.
+_CACHED_BYTES = 24 << 20
+_SIDES_TOGETHER = 16
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the kernel is cut; what each of these does is in `backward.py`."""
+
+    num_stages: int
+    num_slots: int
+    num_tiles: int
+    # Of a thread of a consumer.
+    registers: int = 240
+
+
+@dataclass(frozen=True)
+class BackwardFacts:
+    """What the kernel is compiled for. Plain values only: a function here would be missing from Triton's cache key."""
+
+    config: BackwardConfig
+    block_m: int
+    block_n: int
+    block_d: int
+    block_dv: int
+    has_left: bool
+    has_right: bool
+    flags: bool
+    # 1 % faster where all tiles take as long, too.
+    is_dynamic: bool = True
+    # Of the functions of `backends/triton/` that kernels call: rows are not packed here.
+    group: int = 1
+    is_varlen: bool = False
+
+    @property
+    def of_consumer(self) -> BackwardFacts:
+        """The facts of a consumer's keys."""
+        return replace(self, block_n=CONSUMER_KEYS)
+
+
+class BackwardOthers(NamedTuple):
+    """Tensors that no TMA reads or writes."""
+
+    dq_sums: Any
+    flags: Any = None
+    counter: Any = None  # of the units that are taken, where a schedule is dynamic
+
+
+class BackwardNumbers(NamedTuple):
+    """Sizes and factors."""
+
+    num_units: int  # key tiles of all KV heads
+    num_key_tiles: int
+    # KV heads of all batch entries, and how many of them are worked on at a time.
+    num_sides: int
+    num_together: int
+    num_heads_kv: int
+    group: int
+    num_row_tiles: int  # of a head
+    num_padded_rows: int  # of a head, in lse and delta
+    num_key_flags: int  # of a KV head
+    seqlen_q: int
+    seqlen_k: int
+    left_edge: int
+    right_edge: int
+    shift: int
+    scale: float
+    scale_log2: float
+    zero: int = 0  # which the compiler does not know
+
+
+# By head_dim and head_dim_v on chip.
+_CONFIGS = {
+    (64, 64): BackwardConfig(4, 3, 2),
+    (64, 128): BackwardConfig(3, 2, 2),
+    (128, 64): BackwardConfig(2, 2, 2),
+    (128, 128): BackwardConfig(3, 2, 1),
+}
+
+
+def backward_config_for(problem: Problem) -> BackwardConfig:
+    """The tiles of a call."""
+    return _CONFIGS[block_of(problem.head_dim), block_of(problem.head_dim_v)]
+
+
+def backward_facts_of(problem: Problem, config: BackwardConfig) -> BackwardFacts:
+    """The facts of a call."""
+    band = problem.spec.band
+    return BackwardFacts(
+        config=config,
+        block_m=BLOCK_M,
+        block_n=NUM_CONSUMERS * CONSUMER_KEYS,
+        block_d=block_of(problem.head_dim),
+        block_dv=block_of(problem.head_dim_v),
+        has_left=band.left is not None,
+        has_right=band.right is not None,
+        # Where nothing can be hidden, nothing hidden can get in.
+        flags=not band.is_unlimited,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def backward_numbers_of(problem: Problem, block_n: int) -> BackwardNumbers:
+    """The numbers of a call."""
+    sizes = sizes_of(problem)
+    num_key_tiles, num_sides = -(-problem.seqlen_k // block_n), problem.num_heads_kv * problem.batch
+    same = {name: getattr(sizes, name) for name in BackwardNumbers._fields if name in sizes._fields}
+    return BackwardNumbers(
+        **same,
+        num_units=num_key_tiles * num_sides,
+        num_key_tiles=num_key_tiles,
+        num_sides=num_sides,
+        num_together=_num_together(problem, num_sides),
+        group=problem.group,
+        num_row_tiles=-(-problem.seqlen_q // BLOCK_M),
+        num_padded_rows=-(-problem.seqlen_q // ROW_BLOCK) * ROW_BLOCK,
+        num_key_flags=-(-problem.seqlen_k // CONSUMER_KEYS),
+    )
+
+
+def _num_together(problem: Problem, num_sides: int) -> int:
+    """KV heads that are worked on at a time: one where all tiles take as long, else many, as in the forward."""
+    if problem.spec.band.is_unlimited:
+        return 1
+    row_bytes = 4 * block_of(problem.head_dim) + problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
+    cached = _CACHED_BYTES // max(1, problem.seqlen_q * problem.group * row_bytes)
+    num_groups = -(-num_sides // max(cached, _SIDES_TOGETHER))
+    return -(-num_sides // num_groups)

@@ -1,0 +1,228 @@
+"""A backward as launches: delta, the Gluon kernel, dq from its sums, and the exact kernels of flagged tiles.
+
+One compiled kernel per set of facts, whatever the lengths, as in `plan.py`. Imports Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from tilestream.backends.hopper.backward import backward_kernel
+from tilestream.backends.hopper.backward_call import (
+    BLOCK_M,
+    CONSUMER_KEYS,
+    BackwardConfig,
+    BackwardFacts,
+    BackwardNumbers,
+    BackwardOthers,
+    backward_config_for,
+    backward_facts_of,
+    backward_numbers_of,
+)
+from tilestream.backends.hopper.call import readable
+from tilestream.backends.hopper.dq_sums import dq_kernel
+from tilestream.backends.hopper.exact_dq import exact_dq_kernel
+from tilestream.backends.hopper.gluon_names import GluonASTSource, gl
+from tilestream.backends.hopper.plan import (
+    DTYPES,
+    OPTIONS,
+    SHORT_NAMES,
+    TARGET,
+    Descriptor,
+    layout_for,
+    unit_counter,
+)
+from tilestream.backends.triton.backward import exact_key_kernel
+from tilestream.backends.triton.call import Tensors, contiguous_strides, rows_in_place, shapes_of
+from tilestream.backends.triton.configs import Config
+from tilestream.backends.triton.launch import Step, allocator, launch, load
+from tilestream.backends.triton.plan import (
+    Builder,
+    How,
+    how_of,
+    kernel_config,
+    looks_at_flags,
+    lse_shape,
+    num_processors,
+    readable_features,
+    without_idle_limits,
+)
+from tilestream.problem import AttentionInputs, Gradients, Problem
+from tilestream.state import AttentionOutput, finite_or_zero, sink_gradient
+
+__all__ = ["BackwardPlan", "backward", "backward_source"]
+
+# Of the tensors that TMA reads and writes.
+_READ, _WRITTEN = ("q", "k", "v", "dout"), ("dk", "dv")
+_TYPES = {"shift": "i64", "scale": "fp32", "scale_log2": "fp32"}
+# Of the kernel that makes dq of its sums: rows of a tile, any keys, warps.
+_DQ_CONFIG = Config(BLOCK_M, 16, 4, 1)
+
+
+def backward(
+    problem: Problem,
+    inputs: AttentionInputs,
+    output: AttentionOutput,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs_dsinks: bool,
+) -> Gradients:
+    """See `Backend.backward`; of calls without a bias."""
+    problem = without_idle_limits(problem)
+    query, key, value = map(readable, inputs[:3])
+    given = Tensors(
+        *readable_features(inputs._replace(query=query, key=key, value=value)),
+        out=rows_in_place(output.out),
+        lse=output.lse.contiguous(),
+        dout=readable(dout),
+        dlse=None if dlse is None else dlse.float().contiguous(),
+    )
+    # None of those that are read below is missing.
+    tensors: Any = _plan(problem, how_of(problem, given)).run(given)
+    dsinks = None
+    if needs_dsinks and inputs.sinks is not None and given.sinks is not None:
+        dsinks = sink_gradient(given.sinks, finite_or_zero(output.lse), tensors.delta).to(inputs.sinks.dtype)
+    return Gradients(tensors.dq, tensors.dk, tensors.dv, None, dsinks)
+
+
+class BackwardPlan:
+    """Everything about a call but its tensors."""
+
+    def __init__(self, problem: Problem, how: How, config: BackwardConfig | None = None) -> None:
+        self.problem = problem
+        self.facts = backward_facts_of(problem, config or backward_config_for(problem))
+        self.numbers: BackwardNumbers = backward_numbers_of(problem, self.facts.block_n)
+        self._device, self._empty = how.device, allocator(how.device)
+        shapes = shapes_of(problem)
+        self._shapes = {name: shapes[name] for name in ("dq", "dk", "dv")}
+        strides = dict(zip(("q", "k", "v", "out", "dout"), how.strides, strict=True))
+        strides |= {name: contiguous_strides(shapes[name]) for name in _WRITTEN}
+        self._layouts = [layout_for(shapes[name], strides[name]) for name in (*_READ, *_WRITTEN)]
+        self._num_programs = min(self.numbers.num_units, num_processors(how.device))
+        num_heads = problem.batch * problem.num_heads_q
+        self._num_padded = num_heads * self.numbers.num_padded_rows
+        # Behind the sums of all row tiles those of none (`dq.first_step`).
+        num_tiles = num_heads * self.numbers.num_row_tiles + 1
+        self._num_sums = num_tiles * BLOCK_M * self.facts.block_d
+        self._num_rows = math.prod(lse_shape(problem)) if self.facts.flags else 0
+        self._num_key_flags = self.numbers.num_sides * self.numbers.num_key_flags
+        self._before, self._after, self._exact_key = _steps(problem, how, self.facts.flags)
+        # Found at the first launch.
+        self._compiled: Any = None
+
+    def run(self, given: Tensors) -> Tensors:
+        """Allocate and launch on the current stream; nothing waits for it."""
+        with torch.cuda.device(self._device):
+            return self._run(given)
+
+    def _run(self, given: Tensors) -> Tensors:
+        made = {
+            name: self._empty(shape, contiguous_strides(shape), self.problem.dtype)
+            for name, shape in self._shapes.items()
+        }
+        shape = lse_shape(self.problem)
+        delta = self._empty(shape, contiguous_strides(shape), torch.float32)
+        row_lse, row_delta = (self._empty((self._num_padded,), (1,), torch.float32) for _ in range(2))
+        # The sums, a flag for all rows, which are zeroed, and one for each row.
+        space = self._empty((self._num_sums + 4 + self._num_rows,), (1,), torch.float32)
+        space[: self._num_sums + 4].zero_()
+        sums, row_flags = space, space[self._num_sums + 3 :].view(torch.int32)
+        key_flags = self._empty((self._num_key_flags,), (1,), torch.int32) if self.facts.flags else None
+        tensors = given._replace(
+            **made, delta=delta, row_lse=row_lse, row_delta=row_delta, out_parts=sums, flags=row_flags
+        )
+        if self._compiled is None:
+            self._load()
+        launch(self._before, (), tensors, self._device)
+        self._launch(tensors, sums, key_flags)
+        launch(self._after, (), tensors, self._device)
+        if self._exact_key:
+            launch(self._exact_key, (), tensors._replace(flags=key_flags), self._device)
+        return tensors
+
+    def _launch(self, tensors: Tensors, sums: Tensor, key_flags: Tensor | None) -> None:
+        stream = triton.runtime.driver.active.get_current_stream(self._device.index)
+        rows: list[Any] = [getattr(tensors, name) for name in (*_READ, *_WRITTEN)]
+        descriptors = [Descriptor(x, *layout) for x, layout in zip(rows, self._layouts, strict=True)]
+        padded: list[Any] = [tensors.row_lse, tensors.row_delta]
+        descriptors += [Descriptor(x, (self._num_padded,), (1,)) for x in padded]
+        others = BackwardOthers(sums, key_flags, unit_counter(self._device, stream))
+        kernel, hooks = self._compiled, triton.knobs.runtime
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            kernel[(self._num_programs, 1, 1)](*descriptors, others, self.numbers, self.facts)
+        else:
+            # What `kernel[grid](...)` does where nobody listens.
+            pointers = BackwardOthers(*[None if x is None else x.data_ptr() for x in others])
+            kernel.run(
+                self._num_programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None,
+                *descriptors, pointers, self.numbers, self.facts,
+            )  # fmt: skip
+
+    def _load(self) -> None:
+        """Compile all that calls like this one need, side by side."""
+        key = self.facts, self.problem.dtype, self._device
+        jobs = {} if key in _COMPILED else {key: functools.partial(_compile, *key[:2])}
+        _COMPILED.update(load([*self._before, *self._after, *self._exact_key], self._device, jobs))
+        self._compiled = _COMPILED[key]
+
+
+def _steps(problem: Problem, how: How, flags: bool) -> tuple[list[Step], list[Step], list[Step]]:
+    """What is launched before the kernel, after it, and then for flagged tiles of keys."""
+    # Rows are not packed here: every query head is like a KV head of its own.
+    unpacked = Builder(replace(problem, num_heads_kv=problem.num_heads_q), how)
+    before = [unpacked.delta_step()]
+    after = [unpacked.row_step(dq_kernel, _DQ_CONFIG, {"flags": flags})]
+    if not flags:
+        return before, after, []
+    build = Builder(problem, how)
+    exact, exact_key = kernel_config("exact_query", problem, how), kernel_config("exact_key", problem, how)
+    # Its programs are those of consumers, which flag their keys.
+    exact_key = replace(exact_key, block_n=CONSUMER_KEYS, num_slices=1)
+    after.append(looks_at_flags(build.row_step(exact_dq_kernel, exact), how))
+    return before, after, [looks_at_flags(build.key_step(exact_key_kernel, exact_key), how)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: Problem, how: How) -> BackwardPlan:
+    return BackwardPlan(problem, how)
+
+
+_COMPILED: dict[Any, Any] = {}
+
+
+def _compile(facts: BackwardFacts, dtype: torch.dtype) -> Any:
+    return triton.compile(backward_source(facts, dtype), target=TARGET, options=OPTIONS)
+
+
+def backward_source(facts: BackwardFacts, dtype: torch.dtype) -> GluonASTSource:
+    """What `triton.compile` takes."""
+
+    def rows(count: int, width: int) -> str:
+        block = [1, count, 1, width]
+        layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
+        return f"tensordesc<{SHORT_NAMES[dtype]}{block},{layout!r}>"
+
+    layout = gl.NVMMASharedLayout.get_default_for([BLOCK_M], gl.float32)
+    numbers = f"tensordesc<fp32{[BLOCK_M]},{layout!r}>"
+    types: dict[str, Any] = {name: _TYPES.get(name, "i32") for name in BackwardNumbers._fields}
+    signature = {
+        "q_desc": rows(BLOCK_M, facts.block_d),
+        "k_desc": rows(CONSUMER_KEYS, facts.block_d),
+        "v_desc": rows(CONSUMER_KEYS, facts.block_dv),
+        "dout_desc": rows(BLOCK_M, facts.block_dv),
+        "dk_desc": rows(CONSUMER_KEYS, facts.block_d),
+        "dv_desc": rows(CONSUMER_KEYS, facts.block_dv),
+        "lse_desc": numbers,
+        "delta_desc": numbers,
+        "tensors": BackwardOthers("*fp32", "*i32", "*i32"),
+        "numbers": BackwardNumbers(**types),
+        "facts": "constexpr",
+    }
+    return GluonASTSource(backward_kernel, signature, {(list(signature).index("facts"),): facts})
