@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,20 @@ def test_the_command_measures_and_shows_again(
     write_lines(measured, [moved_line(is_wrong=True, reason="wrong result", moved_bytes=None)])
     assert main(["report", "--from", str(measured), "--out", str(out)]) == 1
     assert "tile viewer" in out.read_text().lower()
+
+
+def test_an_interrupted_run_keeps_its_lines(
+    lines: list[Line], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def some(plan: object, step: object) -> Iterator[Line]:
+        yield from lines[:3]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tilestream.cli.report.make_lines", some)
+    kept = tmp_path / "lines.jsonl"
+    assert main(["report", "--quick", "--out", str(tmp_path / "page.html"), "--json", str(kept)]) == 130
+    assert read_lines(kept) == lines[:3]
+    assert "interrupted" in capsys.readouterr().err
 
 
 BAD_INPUTS = {

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     json_file = None if args.json is None else types.output_file(args.json, "--json")
     out = types.output_file(args.out, "--out")
     if not args.from_files:
-        lines = _measure(args, console) + lines
+        lines = _measure(args, json_file, console) + lines
     if json_file is not None:
         json_file.write_text("".join(map(json_line, lines)), encoding="utf-8")
     with console.progress("page", 1) as step:
@@ -68,14 +68,20 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 1 if any(line.get("is_wrong") for line in lines) else 0
 
 
-def _measure(args: argparse.Namespace, console: Console) -> list[Line]:
+def _measure(args: argparse.Namespace, json_file: Path | None, console: Console) -> list[Line]:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if (warning := busy_warning()) is not None:
         console.hint(warning)
     plan = plan_for(args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.quick)
     with console.progress("report", num_plan_steps(plan)) as step:
-        return list(make_lines(plan, step))
+        lines = []
+        for line in make_lines(plan, step):
+            lines.append(line)
+            # As they come, so that an interrupted run keeps what it has.
+            if json_file is not None:
+                json_file.write_text("".join(map(json_line, lines)), encoding="utf-8")
+        return lines
 
 
 def _read(option: str, paths: Sequence[str]) -> list[Line]:
