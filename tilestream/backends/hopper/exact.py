@@ -1,7 +1,6 @@
 """Rows of the Hopper forward that are not finite, exact: `triton.forward`'s exact kernel, for flags of rows.
 
-Launched before the forward ends, which hides most of what a launch takes (3 us of 5), and at its end soon where nothing
-is flagged.
+Launched before the forward ends, and at its own end soon where nothing is flagged.
 
 Shapes: P programs of tiles of packed rows.
 """

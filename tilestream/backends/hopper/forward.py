@@ -54,6 +54,9 @@ from tilestream.backends.triton.tiles import is_partial
 
 __all__ = ["barriers", "forward_kernel", "tiles_like"]
 
+# With 24, the fewest, a kernel keeps some in local memory, which costs its launch 5 us.
+_PRODUCER_REGISTERS = gl.constexpr(32)
+
 
 class Shared(NamedTuple):
     """Tiles in shared memory, and the barriers that guard them."""
@@ -215,7 +218,8 @@ def _finish(
     if facts.flags:
         # 0 times a number is 0 unless that is not finite.
         is_bad = gl.convert_layout(gl.sum(acc * 0.0, 1), i.type.layout) != 0.0
-        are_flagged = (is_bad & are_inside).to(gl.int32)
+        # A row whose lse is NaN or infinite is NaN whatever it does not see.
+        are_flagged = (is_bad & are_inside & (lse_log2 < float("inf"))).to(gl.int32)
         num_flaggers = facts.config.num_consumers * gl.num_programs(0)
         gl.store(tensors.flags + num_flaggers + at, are_flagged, are_inside)
     # The store before has read what the next one writes.
@@ -436,7 +440,7 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, tensors, numbers, facts: gl
                 (_produce, (q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
             ],
             [4, 1],
-            [facts.config.registers, 24],
+            [facts.config.registers, _PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -447,5 +451,5 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, tensors, numbers, facts: gl
                 (_produce, (q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
             ],
             [4, 4, 1],
-            [facts.config.registers, facts.config.registers, 24],
+            [facts.config.registers, facts.config.registers, _PRODUCER_REGISTERS],
         )

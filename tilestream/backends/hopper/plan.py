@@ -38,11 +38,13 @@ from tilestream.backends.hopper.exact import exact_rows_kernel
 from tilestream.backends.hopper.forward import forward_kernel
 from tilestream.backends.hopper.gluon_names import GluonASTSource, gl
 from tilestream.backends.triton.call import Tensors, contiguous_strides, shapes_of
-from tilestream.backends.triton.launch import POINTERS, allocator, launch, load
+from tilestream.backends.triton.configs import Config as TritonConfig
+from tilestream.backends.triton.launch import POINTERS, Step, allocator, launch, load
 from tilestream.backends.triton.plan import (
+    Builder,
     How,
-    exact_rows_step,
     how_of,
+    looks_at_flags,
     lse_shape,
     num_processors,
     readable_features,
@@ -67,6 +69,8 @@ __all__ = [
 ]
 
 TARGET = GPUTarget("cuda", 90, 32)
+# Small, because a kernel with anything in local memory takes 5 us longer to launch.
+_EXACT_CONFIG = TritonConfig(32, 16, 8, 1, starts_early=True)
 # Of the first consumer; the others and the producer have their own.
 OPTIONS = {"num_warps": 4}
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -138,7 +142,7 @@ class Plan:
         self._num_programs = min(self.numbers.num_units, num_processors(how.device))
         num_flaggers = self._num_programs * self.config.num_consumers
         self._flags = (num_flaggers + math.prod(lse),), (1,)
-        self._exact = [exact_rows_step(problem, how, exact_rows_kernel, num_flaggers)] if self.facts.flags else []
+        self._exact = [_exact_step(problem, how, num_flaggers)] if self.facts.flags else []
         # Found at the first launch.
         self._compiled: Any = None
 
@@ -182,6 +186,11 @@ class Plan:
         jobs = {key: functools.partial(_compile, *key[:3]) for key in keys if key not in _COMPILED}
         _COMPILED.update(load(self._exact, self._device, jobs))
         self._compiled = _COMPILED[self.facts, dtype, bias_dtype, self._device]
+
+
+def _exact_step(problem: Problem, how: How, num_flaggers: int) -> Step:
+    build = Builder(problem, how)
+    return looks_at_flags(build.row_step(exact_rows_kernel, _EXACT_CONFIG, sizes={"num_flaggers": num_flaggers}), how)
 
 
 def layout_for(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

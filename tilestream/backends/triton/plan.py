@@ -40,7 +40,6 @@ __all__ = [
     "How",
     "Plan",
     "backward",
-    "exact_rows_step",
     "forward",
     "how_of",
     "kernel_config",
@@ -256,13 +255,6 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
         exact = kernel_config("exact_forward", problem, how)
         steps.append(looks_at_flags(build.row_step(forward_kernels.exact_forward_kernel, exact), how))
     return Plan(how.device, [*made, *_flags_of(steps)], steps, others)
-
-
-def exact_rows_step(problem: Problem, how: How, kernel: Any, num_flaggers: int) -> Step:
-    """Another backend's exact kernel, for the rows that its forward has flagged (`hopper.exact`)."""
-    config = dataclasses.replace(kernel_config("exact_forward", problem, how), starts_early=True)
-    step = Builder(problem, how).row_step(kernel, config, sizes={"num_flaggers": num_flaggers})
-    return looks_at_flags(step, how)
 
 
 @functools.lru_cache(maxsize=1024)
