@@ -6,18 +6,22 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tilestream.backends.cpu.layout import tile_shape
+from tilestream.backends.cpu import layout
+from tilestream.backends.cpu.native.call import dtype_number
+from tilestream.backends.cpu.native.library import library
+from tilestream.backends.triton.configs import config_for
 from tilestream.bench import gate
 from tilestream.bench.cases import CASES, Case, case_named, growing_lengths
 from tilestream.bench.machine import busy_warning, code_version, cpu_name
 from tilestream.bench.measure import Settings, measure, num_steps
 from tilestream.bench.memory import MemoryProbe, PeakMeter
-from tilestream.bench.providers import Provider, provider_named, provider_names, tiled_traffic
+from tilestream.bench.providers import Provider, kernel_cost, provider_named, provider_names
 from tilestream.bench.report import (
     Table,
     format_bytes,
@@ -28,8 +32,12 @@ from tilestream.bench.report import (
     write_lines,
 )
 from tilestream.bench.runs import MODES, make_run
+from tilestream.dispatch import backend
 from tilestream.errors import ArgumentError
+from tilestream.io.cost import Traffic
 from tilestream.io.model import tiled_bytes
+from tilestream.io.schedule import schedule_cost
+from tilestream.problem import Problem
 
 CPU = torch.device("cpu")
 FAST = Settings(min_samples=2, max_samples=2, budget_s=60.0, with_memory=False)
@@ -201,13 +209,67 @@ def test_a_failing_child_is_a_reason_and_not_the_end() -> None:
         assert "provider 'nobody' does not exist" in str(memory.reason)
 
 
+def traffic_of(problem: Problem, backend: str, backward: bool) -> Traffic | None:
+    cost = kernel_cost(problem, backend, backward)
+    return None if cost is None else cost.traffic
+
+
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("seqlen", [1, 100, 5000])
 def test_the_model_uses_the_tiles_that_the_backend_uses(group: int, seqlen: int) -> None:
     problem = Case("c", seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=2 * group, num_heads_kv=2).problem("cpu")
-    block_m, _ = tile_shape(problem, seqlen, seqlen)
+    block_m, _ = layout.tile_shape(problem, seqlen, seqlen)
     for backward in (False, True):
-        assert tiled_traffic(problem, "cpu", backward) == tiled_bytes(problem, block_m, backward, packs_group=True)
+        assert traffic_of(problem, "cpu", backward) == tiled_bytes(problem, block_m, backward, packs_group=True)
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_the_model_packs_rows_as_the_native_kernels_do(group: int) -> None:
+    native = library()
+    if native is None:
+        pytest.skip("needs the native kernels")
+    problem = Case("c", seqlen_q=640, seqlen_k=640, num_heads_q=8, num_heads_kv=8 // group).problem("cpu")
+    for backward in (False, True):
+        asked = dataclasses.replace(problem, is_backward=backward)
+        rows, _ = native.tile_shape(dtype_number(torch.float32), backward)
+        # As many rows of a tile, whatever the heads they are of.
+        assert backend("native").tile_shape(asked).block_m * group == rows
+        wanted = tiled_bytes(problem, rows // group, backward, packs_group=True)
+        assert traffic_of(problem, "native", backward) == wanted
+
+
+def test_the_model_of_a_gpus_backward_has_its_kernels() -> None:
+    problem = Case("c", batch=64, num_heads_q=16, num_heads_kv=16, dtype="float16", causal=True).problem("cuda")
+    asked = dataclasses.replace(problem, is_backward=True)
+    shape, query, key = backend("triton").tile_shape(asked), config_for("query", asked), config_for("key", asked)
+    assert (shape.block_m, shape.block_n) == (query.block_m, query.block_n)
+    assert shape.key_pass == (key.block_m, key.block_n)
+    cost = schedule_cost(asked, shape, backward=True)
+    assert [one.name for one in cost.passes] == ["delta", "dk, dv", "dq"]
+    # The accumulators of a single walk would be more by far.
+    assert cost.traffic.total_bytes < 0.7 * tiled_bytes(problem, shape.block_m, backward=True).total_bytes
+    # Hopper's adds up dq in memory, where it has kernels of its own, and is Triton's elsewhere.
+    cost = schedule_cost(asked, backend("hopper").tile_shape(asked), backward=True)
+    assert [one.name for one in cost.passes] == ["delta", "zero", "dk, dv, dq", "round"]
+    dropped = dataclasses.replace(asked, spec=dataclasses.replace(asked.spec, dropout_p=0.1))
+    assert backend("hopper").tile_shape(dropped) == backend("triton").tile_shape(dropped)
+
+
+def test_a_backward_is_asked_for_its_own_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call without its device here, whose backward has other tiles than its forward."""
+    problem = Case("c", num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128, dtype="bfloat16").problem("cuda")
+    asked: list[Problem] = []
+
+    def explain(question: Problem, name: str | None) -> SimpleNamespace:
+        asked.append(question)
+        return SimpleNamespace(chosen="hopper")
+
+    monkeypatch.setattr("tilestream.dispatch.explain", explain)
+    for backward in (False, True):
+        shape = backend("hopper").tile_shape(dataclasses.replace(problem, is_backward=backward))
+        assert kernel_cost(problem, None, backward) == schedule_cost(problem, shape, backward)
+        assert shape.dq_in_memory == backward
+    assert [question.is_backward for question in asked] == [False, True]
 
 
 def test_tables_show_the_lines() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -186,7 +187,8 @@ def test_more_than_two_to_the_31_elements(backend: str) -> None:
     sizes = {"seqlen_q": 140_032, "num_heads_q": 128, "head_dim": 128}
     problem = Problem.dense(**sizes, dtype=torch.bfloat16, device_type="cuda", spec=spec)  # type: ignore[arg-type]
     # Whole tiles are cut off, also of the backward's, so that the rest is the same tiles and the same bits.
-    unit, last = math.lcm(128, *dispatch.backend(backend).tile_shape(problem)), 384
+    shape = dispatch.backend(backend).tile_shape(dataclasses.replace(problem, is_backward=True))
+    unit, last = math.lcm(128, shape.block_m, shape.block_n), 384
     seqlen = last + -(-139_648 // unit) * unit
     tensors = _tensors(1, seqlen, 128, 128)
     assert tensors[0].numel() > 2**31

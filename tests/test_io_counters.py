@@ -20,7 +20,7 @@ from tilestream.io.cost import Cost
 from tilestream.io.counters import Counted, count_published, count_schedule, count_standard
 from tilestream.io.memory import FastMemoryError, TwoLevelMemory
 from tilestream.io.published import BlockMatrix, PublishedBlocks, published_blocks, published_cost
-from tilestream.io.schedule import TileShape, compulsory_cost, schedule_cost
+from tilestream.io.schedule import TileShape, compulsory_cost, once_per_pass, schedule_cost
 from tilestream.io.sizes import dense_parts, total_cost
 from tilestream.io.standard import standard_cost
 from tilestream.problem import AttentionInputs, Problem
@@ -170,6 +170,8 @@ def test_dense_calls(band: Band, lengths: tuple[int, int]) -> None:
         call = make_call(band, (lengths,), heads, batch)
         check_schedule(call, TileShape(block_m, block_n, packs_group=True))
         check_schedule(call, TileShape(block_m, block_n, packs_group=False, key_pass=(2, 5)))
+        check_schedule(call, TileShape(block_m, block_n, packs_group=True, sums_in_memory=True))
+        check_schedule(call, TileShape(block_m, block_n, packs_group=False, dq_in_memory=True))
         check_published(call, PublishedBlocks(block_m, block_n))
         check_standard(call, block_m)
 
@@ -179,6 +181,8 @@ def test_dense_calls(band: Band, lengths: tuple[int, int]) -> None:
 def test_packed_sequences(band: Band, dropout_p: float) -> None:
     call = make_call(band, ((3, 5), (0, 2), (7, 7), (2, 0)), batch=None, dropout_p=dropout_p)
     check_schedule(call, TileShape(4, 3))
+    check_schedule(call, TileShape(4, 3, sums_in_memory=True))
+    check_schedule(call, TileShape(4, 3, key_pass=(2, 5), dq_in_memory=True))
     check_published(call, PublishedBlocks(3, 4))
     check_standard(call, 2)
 
@@ -188,6 +192,8 @@ def test_dropout(band: Band) -> None:
     call = make_call(band, ((6, 7),), dropout_p=0.4)
     check_schedule(call, TileShape(4, 3))
     check_schedule(call, TileShape(4, 3, packs_group=False))
+    check_schedule(call, TileShape(4, 3, packs_group=False, sums_in_memory=True))
+    check_schedule(call, TileShape(4, 3, dq_in_memory=True))
     check_published(call, PublishedBlocks(3, 4))
     check_standard(call, 4)
 
@@ -210,6 +216,8 @@ def test_block_sparse(band: Band, lengths: tuple[int, int]) -> None:
         blocks = kept_blocks(-(-lengths[0] // block_m), -(-lengths[1] // block_n))
         bias = bias_of(blocks, block_m, block_n, lengths)
         check_schedule(call, TileShape(block_m, block_n), blocks, bias)
+        check_schedule(call, TileShape(block_m, block_n, sums_in_memory=True), blocks, bias)
+        check_schedule(call, TileShape(block_m, block_n, dq_in_memory=True), blocks, bias)
         check_published(call, PublishedBlocks(block_m, block_n), blocks, bias)
 
 
@@ -234,6 +242,7 @@ def test_tiles_of_one_pair(band: Band) -> None:
     batch=st.sampled_from([None, 0, 1, 2]),
     dropout_p=st.sampled_from([0.0, 0.5]),
     packs_group=st.booleans(),
+    in_memory=st.sampled_from([{}, {"sums_in_memory": True}, {"dq_in_memory": True}]),
 )
 def test_any_shape(
     seqlens: list[tuple[int, int]],
@@ -243,10 +252,11 @@ def test_any_shape(
     batch: int | None,
     dropout_p: float,
     packs_group: bool,
+    in_memory: dict[str, bool],
 ) -> None:
     lengths = tuple(seqlens) if batch is None else (seqlens[0],)
     call = make_call(Band(*limits), lengths, heads, batch, dropout_p)
-    check_schedule(call, TileShape(*tile, packs_group))
+    check_schedule(call, TileShape(*tile, packs_group, **in_memory))
     check_published(call, PublishedBlocks(*tile))
     check_standard(call, tile[0])
 
@@ -283,15 +293,24 @@ def test_whole_tiles_need_what_the_model_says_and_not_a_byte_less(backward: bool
     call = make_call(Band(), ((12, 12),), (2, 1), dropout_p=dropout_p)
     [problem] = call.parts
     shape, tiles = TileShape(4, 3), PublishedBlocks(4, 3)
+    walk, key_walk = TileShape(4, 3, sums_in_memory=True), TileShape(4, 3, dq_in_memory=True)
 
     def schedule(*args: object, **keywords: object) -> Counted:
         return count_schedule(*args, shape, **keywords)  # type: ignore[arg-type]
+
+    def one_walk(*args: object, **keywords: object) -> Counted:
+        return count_schedule(*args, walk, **keywords)  # type: ignore[arg-type]
+
+    def one_key_walk(*args: object, **keywords: object) -> Counted:
+        return count_schedule(*args, key_walk, **keywords)  # type: ignore[arg-type]
 
     def published(*args: object, **keywords: object) -> Counted:
         return count_published(*args, tiles, **keywords)  # type: ignore[arg-type]
 
     for count, cost in (
         (schedule, schedule_cost(problem, shape, backward)),
+        (one_walk, schedule_cost(problem, walk, backward)),
+        (one_key_walk, schedule_cost(problem, key_walk, backward)),
         (published, published_cost(problem, tiles, backward)),
         (count_standard, standard_cost(problem, backward, block_m=12)),
     ):
@@ -351,6 +370,19 @@ def test_kept_tiles_alone_are_paid_for() -> None:
         assert cost.traffic.total_bytes >= compulsory_cost(problem).traffic.total_bytes
 
 
+@pytest.mark.parametrize("in_memory", [{}, {"sums_in_memory": True}, {"dq_in_memory": True}])
+@pytest.mark.parametrize("lengths", [(40, 40), (0, 4)])
+def test_behind_a_cache_each_pass_moves_each_tensor_once(lengths: tuple[int, int], in_memory: dict[str, bool]) -> None:
+    """One tile is as large a fast memory as there can be, so it moves what a cache lets through."""
+    call = make_call(Band(None, 0), (lengths,))
+    [problem] = call.parts
+    for backward in (False, True):
+        small, large = (schedule_cost(problem, TileShape(block, block, **in_memory), backward) for block in (4, 40))
+        found = [once_per_pass(problem, cost) for cost in (small, large)]
+        assert [[one.tensors for one in cost.passes] for cost in found] == [[one.tensors for one in large.passes]] * 2
+        assert [cost.flops for cost in found] == [small.flops, large.flops]
+
+
 def test_what_is_not_counted_is_refused() -> None:
     call = make_call(Band(), ((4, 4),))
     shape = TileShape(2, 2)
@@ -367,5 +399,9 @@ def test_what_is_not_counted_is_refused() -> None:
         TileShape(1, 1, key_pass=(0, 2))
     with pytest.raises(ArgumentError, match="one shape of tiles; leave key_pass out"):
         count_schedule(call.inputs, call.spec, TileShape(2, 2, key_pass=(1, 2)), blocks=[[True] * 2] * 2)
+    with pytest.raises(ArgumentError, match="with sums_in_memory there is no pass over key tiles"):
+        TileShape(1, 1, key_pass=(1, 2), sums_in_memory=True)
+    with pytest.raises(ArgumentError, match="give one of them"):
+        TileShape(1, 1, sums_in_memory=True, dq_in_memory=True)
     with pytest.raises(ArgumentError, match="smaller than a row of 64"):
         published_blocks(63, 64)

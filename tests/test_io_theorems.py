@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tilestream.bench.eager import eager_attention
 from tilestream.errors import ArgumentError
 from tilestream.io import fast_memory
 from tilestream.io.compare import OURS, PUBLISHED, STANDARD, Settings, algorithms, sweep
@@ -162,13 +163,9 @@ def test_pytorch_makes_these_passes_over_the_score_matrix() -> None:
         return torch.zeros(shape, dtype=torch.float16, device="meta", requires_grad=needs_grad)
 
     q, k, v = (empty(heads, seqlen, head_dim, needs_grad=True) for _ in range(3))
-    mask, place, dout = empty(seqlen, seqlen), empty(heads, seqlen, seqlen), empty(heads, seqlen, head_dim)
+    mask, dout = empty(seqlen, seqlen), empty(heads, seqlen, head_dim)
     with _Operators(seqlen) as operators:
-        scores = torch.baddbmm(place, q, k.transpose(1, 2), beta=0, alpha=0.125)
-        p = torch.softmax(scores + mask, dim=-1)
-        # What F.dropout is on a GPU.
-        p_dropped, _ = torch.native_dropout(p, 0.1, True)
-        (p_dropped @ v).backward(dout)
+        eager_attention(q, k, v, mask, 0.125, 0.1).backward(dout)
     passes = [one for backward in (False, True) for one in standard_cost(problem, backward).passes]
     small = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
     modelled = [

@@ -27,6 +27,7 @@ from tilestream import dispatch, teaching
 from tilestream.backends import hopper
 from tilestream.bench import bars, cpu_bars, gpu_bars, hopper_bars, traffic_bars
 from tilestream.bench.measure import Line
+from tilestream.bench.page_tables import figure_table, moved_tables, setting_table
 from tilestream.bench.report import Table, format_bytes, markdown_table, measurement_table, read_lines
 from tilestream.cli import traffic_tables
 from tilestream.io.compare import Settings, algorithms, sweep
@@ -41,6 +42,7 @@ CPU_PERFORMANCE = ROOT / "docs" / "cpu-performance.md"
 GPU_PERFORMANCE = ROOT / "docs" / "gpu-performance.md"
 MEMORY_TRAFFIC = ROOT / "docs" / "memory-traffic.md"
 RESULTS = ROOT / "benchmarks" / "results"
+REPORT, MISSES = RESULTS / "report-cpu.jsonl", RESULTS / "traffic-misses.jsonl"
 PICTURE = ROOT / "docs" / "images" / "demo.png"
 DEMO_FILES = {
     "attention.jsonl": RESULTS / "demo-attention.jsonl",
@@ -181,6 +183,34 @@ def traffic_sizes() -> str:
     return markdown_table(traffic_tables.by_size(points, least))
 
 
+def report_setting() -> str:
+    """One call: modelled, and run by `tilestream report`."""
+    lines = _report_lines()
+    found = setting_table(lines)
+    if found is None:
+        return "No results are committed yet; `tilestream report` shows them for your machine."
+    title, table = found
+    return f"{title} On {_machine(lines[0])}.\n\n{markdown_table(table)}"
+
+
+def report_lengths() -> str:
+    """Time and memory against length, from the same run."""
+    lines = _report_lines()
+    return markdown_table(figure_table("lengths", lines)) if lines else "No results are committed yet."
+
+
+def _report_lines() -> list[Line]:
+    return read_lines(REPORT) if REPORT.exists() else []
+
+
+def measured_misses() -> str:
+    """What `tilestream traffic --measure` saw on a CPU."""
+    tables = moved_tables(read_lines(MISSES) if MISSES.exists() else [])
+    if not tables:
+        return "No results are committed yet; `tilestream traffic --measure` shows them for your machine."
+    return "\n\n".join(f"{title}\n\n{markdown_table(table)}" for title, table in tables)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "demo-attention": demo_attention,
     "demo-model": demo_model,
@@ -199,6 +229,9 @@ PAGES = {
         "traffic-model": traffic_model,
         "traffic-passes": traffic_passes,
         "traffic-sizes": traffic_sizes,
+        "report-setting": report_setting,
+        "report-lengths": report_lengths,
+        "measured-misses": measured_misses,
     },
     GPU_PERFORMANCE: {"gpu-performance": lambda: suite_report("gpu", gpu_bars.markdown_report)},
 }

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tilestream.io.schedule import TileShape
 from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.state import AttentionOutput
 
@@ -25,8 +26,8 @@ class Backend(Protocol):
         """None if `forward` and `backward` can run `problem`, else the reason why not."""
         ...
 
-    def tile_shape(self, problem: Problem) -> tuple[int, int]:
-        """(block_m, block_n) per query head that a dense `problem` is cut into; never changes results."""
+    def tile_shape(self, problem: Problem) -> TileShape:
+        """What a dense `problem` is cut into, forward or backward as it says, and how; never changes results."""
         ...
 
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:

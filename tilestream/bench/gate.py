@@ -16,7 +16,7 @@ from tilestream.bench.cases import DTYPES, Case, normal_numbers
 from tilestream.bench.providers import Provider
 from tilestream.problem import AttentionInputs
 
-__all__ = ["Gate", "Oracle", "check", "compare", "consult"]
+__all__ = ["Gate", "Oracle", "check", "checked_case", "compare", "consult"]
 
 _ROWS_PER_BLOCK = 16
 _MAX_UNSAMPLED_ROWS = 512
@@ -68,8 +68,13 @@ class Oracle:
 
 
 def check(case: Case, provider: Provider, device: torch.device, with_gradients: bool) -> Gate:
-    """Run `provider` on `case` once and compare."""
-    return compare(consult(case, device, with_gradients), provider)
+    """Run `provider` on `case` once and compare; without dropout, where its mask is not ours."""
+    return compare(consult(checked_case(case, provider), device, with_gradients), provider)
+
+
+def checked_case(case: Case, provider: Provider) -> Case:
+    """`case`, without the dropout of a provider whose mask nobody else can make."""
+    return replace(case, dropout_p=0.0) if provider.draws_own_dropout else case
 
 
 def consult(case: Case, device: torch.device, with_gradients: bool, inputs: AttentionInputs | None = None) -> Oracle:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from tilestream.bench.cases import Case, square_case
@@ -25,8 +25,11 @@ __all__ = [
     "HOPPER_DIRECTIONS",
     "HOPPER_HEAD_DIMS",
     "LENGTHS",
+    "PAPER_DROPOUT",
     "PEERS",
     "TOKENS",
+    "TRAINED",
+    "TRAINED_WITH_DROPOUT",
     "Cell",
     "HopperDirection",
     "Key",
@@ -48,9 +51,11 @@ _CALL_TOKENS, _COMPILE_TOKENS = 128, 4096
 _FEW_HEADS = 4
 
 # speed, fp32, hopper and its kin: times on the device; call: the host's time of a small call; compile: the first call,
-# and another length; traffic: bytes that cross HBM. Of the suite hopper the part of that name is the forward,
-# hopper-training forward and backward in one.
-Part = Literal["speed", "fp32", "call", "compile", "hopper", "hopper-backward", "hopper-training", "traffic"]
+# and another length; traffic: bytes that a forward moves through HBM; training: those of forward and backward, of
+# several. Of the suite hopper the part of that name is the forward, hopper-training forward and backward in one.
+Part = Literal[
+    "speed", "fp32", "call", "compile", "hopper", "hopper-backward", "hopper-training", "traffic", "training"
+]
 Suite = Literal["gpu", "hopper", "traffic"]
 # What of the suite hopper can be measured alone.
 HopperDirection = Literal["forward", "backward"]
@@ -65,7 +70,12 @@ PEERS: dict[Part, tuple[str, ...]] = {
     "hopper-backward": _WITH_BACKWARD,
     "hopper-training": (*_WITH_BACKWARD, "materialised"),
     "traffic": (),
+    "training": (),
 }
+# Whose forward and backward the part training measures. Dropout of sdpa cannot be checked; Hopper's kernels have none.
+TRAINED = ("tilestream/hopper", "tilestream/triton", "eager", "sdpa/flash")
+TRAINED_WITH_DROPOUT = ("tilestream/triton", "eager")
+PAPER_DROPOUT = 0.1
 _LAYERS: tuple[tuple[Part, str, tuple[int, ...]], ...] = (
     ("speed", "bfloat16", LENGTHS),
     ("fp32", "float32", FP32_LENGTHS),
@@ -79,29 +89,35 @@ class Key(NamedTuple):
     case: str
     mode: str
     needs_grad: bool
+    provider: str | None = None
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One comparison: `case` in `mode`; `needs_grad` is whether the inputs of a mere forward need gradients."""
+    """One comparison: `case` in `mode`; `needs_grad` is whether the inputs of a mere forward need gradients.
+
+    `provider` is whom the cell is about, where that is not the suite's choice.
+    """
 
     part: Part
     case: Case
     mode: Mode
     needs_grad: bool = False
+    provider: str | None = None
 
     @classmethod
     def of_line(cls, line: Line) -> Cell:
         """The cell that `line` measured."""
-        return cls(line["part"], Case.from_dict(line["config"]), line["mode"], line["needs_grad"])
+        provider = line["provider"] if line["part"] == "training" else None
+        return cls(line["part"], Case.from_dict(line["config"]), line["mode"], line["needs_grad"], provider)
 
     @property
     def key(self) -> Key:
-        return Key(self.part, self.case.name, self.mode, self.needs_grad)
+        return Key(self.part, self.case.name, self.mode, self.needs_grad, self.provider)
 
     @property
     def suite(self) -> Suite:
-        if self.part == "traffic":
+        if self.part in ("traffic", "training"):
             return "traffic"
         return "hopper" if self.part.startswith("hopper") else "gpu"
 
@@ -116,9 +132,10 @@ class Cell:
         mode = "forward and backward" if self.mode == "both" else f"{self.mode}"
         if self.needs_grad:
             mode += " that keeps a graph"
+        dropout = f", dropout {case.dropout_p}" if case.dropout_p else ""
         return (
             f"{case.dtype} {mask} {mode}, {case.batch}x{case.seqlen_q} tokens, head_dim {case.head_dim},"
-            f" {case.num_heads_q} heads"
+            f" {case.num_heads_q} heads{dropout}"
         )
 
 
@@ -164,7 +181,15 @@ def traffic_plan(quick: bool = False) -> list[Cell]:
             _layer(LENGTHS[-1], "bfloat16", head_dim, causal)
             for head_dim, causal in itertools.product(HOPPER_HEAD_DIMS, (False, True))
         ]
-    return [Cell("traffic", case, "forward") for case in cases]
+    return [*(Cell("traffic", case, "forward") for case in cases), *_training_plan(quick)]
+
+
+def _training_plan(quick: bool) -> list[Cell]:
+    """Forward and backward of GPT-2 medium: as the paper measured it, with dropout, and kernels without."""
+    [dropped] = [replace(case, name=f"{case.name}_dropout", dropout_p=PAPER_DROPOUT) for case in _gpt2_medium(True)]
+    pairs = [(case, name) for case in _gpt2_medium(quick) for name in TRAINED]
+    pairs += [(dropped, name) for name in TRAINED_WITH_DROPOUT]
+    return [Cell("training", case, "both", provider=name) for case, name in pairs]
 
 
 def _gpt2_medium(quick: bool) -> list[Case]:

@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, K KV heads, G = H // K, M queries, N keys, D hea
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -22,13 +23,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilestream import api, dispatch
 from tilestream.bench.cases import DTYPES, Case
+from tilestream.bench.eager import eager_attention
 from tilestream.errors import ArgumentError, UnsupportedError
-from tilestream.io.model import Traffic, materialised_bytes, tiled_bytes
+from tilestream.io.cost import Cost, Traffic
+from tilestream.io.schedule import schedule_cost
+from tilestream.io.standard import standard_cost
 from tilestream.problem import AttentionInputs, Problem
 from tilestream.spec import Band
 from tilestream.tiles import key_span
 
-__all__ = ["Forward", "Provider", "peer_versions", "provider_named", "provider_names", "tiled_traffic"]
+__all__ = ["Forward", "Provider", "kernel_cost", "peer_versions", "provider_named", "provider_names"]
 
 # query, key, value of a case -> out (B, M, H, E); everything else is prepared ahead and not timed.
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -50,10 +54,19 @@ class Provider:
     name: str
     refuse: Callable[[Case, torch.device], str | None]
     prepare: Callable[[Case, AttentionInputs], Forward]
-    # Slow-memory bytes that its algorithm must move, of the forward or of the backward; None where unknown.
-    traffic: Callable[[Problem, bool], Traffic | None] = lambda problem, backward: None
+    # What its algorithm must move, of the forward or of the backward; None where unknown.
+    cost: Callable[[Problem, bool], Cost | None] = lambda problem, backward: None
     # Rough peak of what it allocates beside inputs and outputs, to skip runs that this machine cannot hold.
     score_matrices: int = 0
+    # Its dropout mask is its own, so that its result can be checked without dropout alone.
+    draws_own_dropout: bool = False
+    # It copies tensors whose heads do not stand before tokens in memory.
+    is_heads_first: bool = False
+
+    def traffic(self, problem: Problem, backward: bool) -> Traffic | None:
+        """Slow-memory bytes that its algorithm must move; None where unknown."""
+        cost = self.cost(problem, backward)
+        return None if cost is None else cost.traffic
 
     def expected_extra_bytes(self, case: Case) -> int:
         """What the score matrices of one call will take."""
@@ -86,17 +99,17 @@ def peer_versions() -> dict[str, str | None]:
     return {package: _version(package) for package in (_FA3, _FA4)}
 
 
-def tiled_traffic(problem: Problem, backend: str | None, backward: bool) -> Traffic | None:
-    """What tilestream moves for a dense `problem` with the tiles of `backend`, or of the one it would choose.
+def kernel_cost(problem: Problem, backend: str | None, backward: bool) -> Cost | None:
+    """What tilestream moves for a dense `problem` with the tiles and the passes of `backend`, or of its choice.
 
     Returns:
         None where that backend, or any, cannot run it.
     """
-    chosen = dispatch.explain(problem, backend).chosen
+    asked = dataclasses.replace(problem, is_backward=backward)
+    chosen = dispatch.explain(asked, backend).chosen
     if chosen is None:
         return None
-    block_m, _ = dispatch.backend(chosen).tile_shape(problem)
-    return tiled_bytes(problem, block_m, backward, packs_group=backward or chosen != "hopper")
+    return schedule_cost(asked, dispatch.backend(chosen).tile_shape(asked), backward)
 
 
 def _tilestream(name: str, backend: str | None) -> Provider:
@@ -115,10 +128,10 @@ def _tilestream(name: str, backend: str | None) -> Provider:
 
         return forward
 
-    def traffic(problem: Problem, backward: bool) -> Traffic | None:
-        return tiled_traffic(problem, backend, backward)
+    def cost(problem: Problem, backward: bool) -> Cost | None:
+        return kernel_cost(problem, backend, backward)
 
-    return Provider(name, refuse, prepare, traffic)
+    return Provider(name, refuse, prepare, cost)
 
 
 def _sdpa_refuse(case: Case, device: torch.device) -> str | None:
@@ -343,6 +356,31 @@ def _materialised_prepare(case: Case, inputs: AttentionInputs) -> Forward:
     return forward
 
 
+def _materialised_cost(problem: Problem, backward: bool) -> Cost:
+    """Mask and scale count as part of the softmax, in its favour, as `materialised_bytes`."""
+    return standard_cost(problem, backward, has_mask=False, has_dropout=False)
+
+
+def _eager_refuse(case: Case, device: torch.device) -> str | None:
+    for feature in ("softcap", "has_bias", "has_alibi", "has_sinks"):
+        if getattr(case, feature):
+            return f"the eager operators leave out {feature.removeprefix('has_')}"
+    if case.num_heads_q != case.num_heads_kv:
+        return "the eager operators have as many KV heads as query heads"
+    return _void_rows_reason(case)
+
+
+def _eager_prepare(case: Case, inputs: AttentionInputs) -> Forward:
+    mask = _additive_mask(case, inputs)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+        out = eager_attention(q, k, v, mask, case.spec.scale, case.dropout_p)
+        return out.reshape(case.batch, case.num_heads_q, case.seqlen_q, case.head_dim_v).transpose(1, 2)
+
+    return forward
+
+
 def _void_rows_reason(case: Case) -> str | None:
     """Queries that see no key are at the ends, if anywhere; they are 0 here and NaN in the peers."""
     shift = case.seqlen_k - case.seqlen_q
@@ -380,6 +418,16 @@ _PEERS = {
         Provider("fa3", _fa3_refuse, _fa3_prepare),
         Provider("fa4", _fa4_refuse, _fa4_prepare),
         Provider("flex", _flex_refuse, _flex_prepare),
-        Provider("materialised", _materialised_refuse, _materialised_prepare, materialised_bytes, score_matrices=3),
+        Provider("materialised", _materialised_refuse, _materialised_prepare, _materialised_cost, score_matrices=3),
+        # Operator by operator as the papers time it, dropout included.
+        Provider(
+            "eager",
+            _eager_refuse,
+            _eager_prepare,
+            standard_cost,
+            score_matrices=5,
+            draws_own_dropout=True,
+            is_heads_first=True,
+        ),
     )
 }

@@ -1,4 +1,4 @@
-"""The measuring of ``tilestream bench traffic``: bytes that a forward moves through HBM, as NVIDIA's profiler counts.
+"""The measuring of ``tilestream bench traffic``: bytes that a call moves through HBM, as NVIDIA's profiler counts.
 
 ``ncu`` runs a child process, which checks the result, makes one more call to be warm, and has one call profiled. The
 bytes of all kernels of that call are added up.
@@ -19,9 +19,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilestream.bench import gate
 from tilestream.bench.cases import Case
@@ -29,17 +30,20 @@ from tilestream.bench.gpu_cells import Cell
 from tilestream.bench.gpu_suite import versions
 from tilestream.bench.measure import Line, facts
 from tilestream.bench.providers import Provider, provider_named
-from tilestream.bench.runs import make_run
+from tilestream.bench.runs import IS_BACKWARD, Mode, Run, make_dout, make_run
 from tilestream.errors import ArgumentError
+from tilestream.io.cost import Traffic
 from tilestream.io.model import compulsory_bytes
 from tilestream.io.ncu import METRICS, KernelBytes, kernels_of
+from tilestream.io.schedule import once_per_pass
 
-__all__ = ["find_ncu", "measure_traffic"]
+__all__ = ["TrafficModels", "checked_run", "find_ncu", "measure_traffic", "traffic_models"]
 
 # Where the toolkit's installer leaves it, on the search path or not.
 _USUAL_PLACE = Path("/usr/local/cuda/bin/ncu")
 _LIMIT_S = 180
 _FAILED = "the profiled process failed"
+_LAID = ("query", "key", "value")
 
 
 def find_ncu() -> str:
@@ -60,7 +64,10 @@ def find_ncu() -> str:
 def measure_traffic(
     cells: Sequence[Cell], provider_name: str, on_step: Callable[[str], None] = lambda step: None
 ) -> Iterator[Line]:
-    """Count the bytes of the forward of each cell on the current CUDA device.
+    """Count the bytes of each cell on the current CUDA device.
+
+    Args:
+        provider_name: who runs the cells that name nobody.
 
     Yields:
         One line per cell. ``reason`` says why it has no numbers.
@@ -68,21 +75,21 @@ def measure_traffic(
     Raises:
         ArgumentError: the profiler is not here.
     """
-    ncu, provider, device = find_ncu(), provider_named(provider_name), torch.device("cuda")
+    ncu, device = find_ncu(), torch.device("cuda")
     for cell in cells:
-        on_step(f"{cell.part}: {cell}")
+        provider = provider_named(cell.provider or provider_name)
+        on_step(f"{cell.part}: {cell}, {provider.name}")
         reason = provider.refuse(cell.case, device)
         kernels: list[KernelBytes] = []
         if reason is None:
-            kernels, reason = _profile(ncu, cell.case, provider.name)
+            kernels, reason = _profile(ncu, cell, provider.name)
         yield _line(cell, provider, device, kernels, reason)
 
 
 def _line(
     cell: Cell, provider: Provider, device: torch.device, kernels: Sequence[KernelBytes], reason: str | None
 ) -> Line:
-    problem = cell.case.problem(device.type)
-    least, model = compulsory_bytes(problem), provider.traffic(problem, False)
+    least, model, cached = traffic_models(cell.case, cell.mode, provider, device.type)
     read = sum(kernel.read_bytes for kernel in kernels)
     written = sum(kernel.written_bytes for kernel in kernels)
     moved = read + max(written, least.written_bytes) if kernels else None
@@ -93,12 +100,16 @@ def _line(
         "provider": provider.name,
         "mode": cell.mode,
         "needs_grad": cell.needs_grad,
+        "measured_by": "ncu",
         "read_bytes": read if kernels else None,
         "written_bytes": written if kernels else None,
         "moved_bytes": moved,
         "bytes_least": least.total_bytes,
         "bytes_model": None if model is None else model.total_bytes,
+        # Of the same passes, if the level-2 cache holds what a pass reads again.
+        "bytes_cached_model": None if cached is None else cached.total_bytes,
         "over_least": None if moved is None else moved / least.total_bytes,
+        "over_cached_model": None if moved is None or cached is None else moved / cached.total_bytes,
         "kernels": [kernel._asdict() for kernel in kernels],
         "peers": {},
         "config": cell.case.to_dict(),
@@ -109,9 +120,30 @@ def _line(
     }
 
 
-def _profile(ncu: str, case: Case, provider_name: str) -> tuple[list[KernelBytes], str | None]:
+class TrafficModels(NamedTuple):
+    """What must move, what an algorithm moves, and what of that passes a cache; None where nobody knows."""
+
+    least: Traffic
+    model: Traffic | None
+    cached: Traffic | None
+
+
+def traffic_models(case: Case, mode: Mode, provider: Provider, device_type: str) -> TrafficModels:
+    """The modelled traffic of one call of `mode`."""
+    problem, least = case.problem(device_type), Traffic(0, 0)
+    model: Traffic | None = Traffic(0, 0)
+    cached: Traffic | None = Traffic(0, 0)
+    for backward in IS_BACKWARD[mode]:
+        least += compulsory_bytes(problem, backward)
+        cost = provider.cost(problem, backward)
+        model = None if model is None or cost is None else model + cost.traffic
+        cached = None if cached is None or cost is None else cached + once_per_pass(problem, cost).traffic
+    return TrafficModels(least, model, cached)
+
+
+def _profile(ncu: str, cell: Cell, provider_name: str) -> tuple[list[KernelBytes], str | None]:
     """The kernels of one call, or the reason why they could not be counted."""
-    request = json.dumps({"case": case.to_dict(), "provider": provider_name})
+    request = json.dumps({"case": cell.case.to_dict(), "provider": provider_name, "mode": cell.mode})
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [
@@ -151,16 +183,36 @@ def _complaint(said: Sequence[str]) -> str:
     return errors[0] if errors else spoken[-1] if spoken else "no message"
 
 
+def checked_run(request: dict[str, Any], device: torch.device) -> tuple[Run | None, str | None]:
+    """In a child: the run of a request (case, provider, mode) whose result is right, or why there is none."""
+    case, mode = Case.from_dict(request["case"]), request["mode"]
+    provider = provider_named(request["provider"])
+    inputs, dout = case.make_inputs(device, drawn_on=device), make_dout(case, device, drawn_on=device)
+    if provider.is_heads_first:
+        inputs, dout = (
+            inputs._replace(**{name: _heads_first(getattr(inputs, name)) for name in _LAID}),
+            _heads_first(dout),
+        )
+    oracle = gate.consult(gate.checked_case(case, provider), device, mode != "forward", inputs)
+    verdict = gate.compare(oracle, provider)
+    if not verdict.is_green:
+        return None, f"wrong result: {verdict.reason}"
+    return make_run(case, provider, mode, device, inputs=inputs, dout=dout), None
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    """The same (B, tokens, heads, width), with heads before tokens in memory."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _call(request: dict[str, Any]) -> str | None:
     """In the child: check, warm up, and have one call profiled; or why the result is wrong."""
-    case, device = Case.from_dict(request["case"]), torch.device("cuda")
-    provider = provider_named(request["provider"])
-    inputs = case.make_inputs(device, drawn_on=device)
-    verdict = gate.compare(gate.consult(case, device, False, inputs), provider)
-    if not verdict.is_green:
-        return f"wrong result: {verdict.reason}"
-    run = make_run(case, provider, "forward", device, inputs=inputs)
+    device = torch.device("cuda")
+    run, complaint = checked_run(request, device)
+    if run is None:
+        return complaint
     run.call()
+    run.setup()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     run.call()

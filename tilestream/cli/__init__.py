@@ -1,4 +1,5 @@
-"""The command line: ``tilestream demo | doctor | explain | traffic | bench | warmup``, or ``python -m tilestream``."""
+"""The command line: ``tilestream`` or ``python -m tilestream``, then demo, doctor, explain, traffic, report, bench or
+warmup."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ import sys
 from collections.abc import Sequence
 
 import tilestream
-from tilestream.cli import bench, demo, doctor, explain, traffic, warmup
+from tilestream.cli import bench, demo, doctor, explain, report, traffic, warmup
 from tilestream.cli.arguments import Parser
 from tilestream.cli.console import Console
 from tilestream.errors import TilestreamError
 
 __all__ = ["main"]
 
-_COMMANDS = (demo, doctor, explain, traffic, bench, warmup)
+_COMMANDS = (demo, doctor, explain, traffic, report, bench, warmup)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

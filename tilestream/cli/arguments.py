@@ -77,8 +77,11 @@ def available_device(text: str) -> torch.device:
     return found
 
 
-def output_file(text: str) -> Path:
+def output_file(text: str, option: str = "--output") -> Path:
     """A file that can be written, created where it is missing; found out before the long work.
+
+    Args:
+        option: what named it, for the message.
 
     Raises:
         ArgumentError: it cannot be written.
@@ -89,7 +92,7 @@ def output_file(text: str) -> Path:
         with path.open("a"):
             pass
     except OSError as error:
-        raise ArgumentError(f"cannot write --output {text!r}: {error.strerror}.") from None
+        raise ArgumentError(f"cannot write {option} {text!r}: {error.strerror}.") from None
     return path
 
 

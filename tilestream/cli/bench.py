@@ -67,7 +67,7 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
         choices=tuple(_SUITES),
         help="measure this suite instead of chosen cases; cpu: the native CPU kernels against their bars, 12 minutes;"
         " gpu: the GPU kernels against theirs, 4 minutes; hopper: forward and backward on sm_90 against every public"
-        " kernel, 3 minutes each; traffic: bytes that a forward moves through HBM, counted by NVIDIA's ncu, 2 minutes",
+        " kernel, 3 minutes each; traffic: bytes that calls move through HBM, counted by NVIDIA's ncu, 4 minutes",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and providers, or the suite, and stop")
     parser.add_argument("--threads", type=types.count, help="CPU threads; default: torch's choice; cpu: 1 and that")

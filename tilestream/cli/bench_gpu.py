@@ -56,7 +56,8 @@ def _run(args: argparse.Namespace, console: Console, cells: list[Cell], measure:
     if args.from_file is not None:
         lines = bars.suite_lines(suites.read(args), args.suite)
     elif args.list:
-        console.table(("part", "cell"), [(cell.part, str(cell)) for cell in cells])
+        rows = [(cell.part, f"{cell}; {cell.provider}" if cell.provider else str(cell)) for cell in cells]
+        console.table(("part", "cell"), rows)
         return 0
     elif not torch.cuda.is_available():
         raise ArgumentError(

@@ -10,7 +10,7 @@ import torch
 
 from tilestream import dispatch
 from tilestream.bench.cases import DTYPES
-from tilestream.bench.providers import tiled_traffic
+from tilestream.bench.providers import kernel_cost
 from tilestream.bench.report import format_bytes, format_count
 from tilestream.cli import arguments as types
 from tilestream.cli.console import Console
@@ -156,7 +156,7 @@ def _describe_costs(console: Console, parts: list[Problem], backend: str | None,
 
     algorithms: dict[str, Callable[[Problem], Traffic | None]] = {
         "least possible": functools.partial(compulsory_bytes, backward=is_backward),
-        f"tilestream, {backend}": functools.partial(tiled_traffic, backend=backend, backward=is_backward),
+        f"tilestream, {backend}": functools.partial(_kernel_traffic, backend=backend, backward=is_backward),
         "scores stored": functools.partial(materialised_bytes, backward=is_backward),
     }
     rows = []
@@ -170,6 +170,11 @@ def _describe_costs(console: Console, parts: list[Problem], backend: str | None,
         rows.append((name, *map(format_bytes, moved), intensity))
     console.table(("algorithm", "must move", "read", "written", "FLOP per byte"), rows)
     console.say(f"The score matrix that is never stored: {format_bytes(scores_bytes)}.")
+
+
+def _kernel_traffic(problem: Problem, backend: str | None, backward: bool) -> Traffic | None:
+    cost = kernel_cost(problem, backend, backward)
+    return None if cost is None else cost.traffic
 
 
 def title(problem: Problem) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tilestream.bench.cases import Case
 from tilestream.bench.measure import Line
-from tilestream.bench.report import format_count, read_lines
+from tilestream.bench.report import format_count
 from tilestream.cli import arguments as types
+from tilestream.cli import traffic_measure
 from tilestream.cli import traffic_tables as tables
 from tilestream.cli.console import Console
 from tilestream.cli.explain import add_call_arguments, dense_parts_of, problem_of, title
@@ -78,6 +78,13 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
     parser.add_argument(
         "--measured", metavar="FILE", help="also show what `tilestream bench traffic` measured of this call"
     )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="also measure it, on a child process: under NVIDIA's ncu with --device cuda, else under valgrind with a"
+        " simulated cache of the size of fast memory (small calls, some minutes)",
+    )
+    parser.add_argument("--output", metavar="FILE", help="where --measure writes its JSON lines")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     # The direction is said otherwise here.
     parser.set_defaults(run=run, backward=False, direction="forward")
@@ -91,7 +98,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     blocks = None if args.blocks is None else _read_blocks(args.blocks)
     settings = Settings(memory.num_bytes, args.direction, args.block_m, args.block_n, blocks)
     found = algorithms(parts, settings)
-    measured = [] if args.measured is None else _measured(args.measured, problem, args.direction)
+    if args.output is not None and not args.measure:
+        raise ArgumentError("--output is where --measure writes its lines; give both.")
+    measured = [] if args.measured is None else traffic_measure.read(args.measured, problem, args.direction)
+    if args.measure:
+        measured += traffic_measure.measure(args, problem, settings.direction, memory.num_bytes, console)
     counted = recount(parts, args.varlen is not None, found, settings) if args.count else {}
     if args.json:
         console.say(json.dumps(_described(problem, memory, settings, found, counted, measured)))
@@ -147,7 +158,16 @@ def _described(
                 "algorithm": algorithm.name, "source": source, "tiles": tiles, "over_compulsory": over,
                 **cost.to_dict(),
             })  # fmt: skip
-    names = ("provider", "read_bytes", "written_bytes", "moved_bytes", "device")
+    names = (
+        "provider",
+        "read_bytes",
+        "written_bytes",
+        "moved_bytes",
+        "bytes_model",
+        "device",
+        "measured_by",
+        "cache_bytes",
+    )
     longest = max(problem.seqlen_k, 1)
     return {
         "call": title(problem),
@@ -177,29 +197,3 @@ def _read_blocks(path: str) -> BlockMatrix:
     ):
         raise ArgumentError(f"--blocks {path!r} is not a JSON matrix of 0 and 1, such as [[1, 0], [1, 1]].")
     return [[bool(kept) for kept in row] for row in rows]
-
-
-def _measured(path: str, problem: Problem, direction: str) -> list[Line]:
-    """The lines of `tilestream bench traffic` that are about this call.
-
-    Raises:
-        ArgumentError: the file cannot be read, or has none.
-    """
-    try:
-        lines = [line for line in read_lines(Path(path)) if line["suite"] == "traffic"]
-    except OSError as error:
-        raise ArgumentError(f"cannot read --measured {path!r}: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ArgumentError(
-            f"--measured {path!r} is not a file of lines; pass one that `tilestream bench traffic` wrote."
-        ) from None
-    found = [
-        line
-        for line in lines
-        if line["mode"] == direction
-        and line["moved_bytes"] is not None
-        and Case.from_dict(line["config"]).problem(problem.device_type) == problem
-    ]
-    if not found:
-        raise ArgumentError(f"--measured {path!r} has no bytes of this call, {direction}: {title(problem)}.")
-    return found

@@ -61,7 +61,7 @@ def summary(columns: Sequence[Column], lines: Sequence[Line], fast_memory_bytes:
         "tiles, queries x keys", "read", "written", "total", "total over compulsory", "FLOP", "FLOP/byte",
         "extra memory", "fast memory needed",
     )  # fmt: skip
-    headers = ("", *(column.header for column in columns), *(f"{line['provider']} (measured)" for line in lines))
+    headers = ("", *(column.header for column in columns), *map(_measured_header, lines))
     return Table(headers, list(zip(names, *cells, strict=True)))
 
 
@@ -81,6 +81,12 @@ def _summary_cells(column: Column, least: int, fast_memory_bytes: int) -> tuple[
         _size(cost.extra_memory_bytes),
         needed,
     )
+
+
+def _measured_header(line: Line) -> str:
+    """Whose bytes, and in which cache they missed where that was simulated."""
+    cache = line.get("cache_bytes")
+    return f"{line['provider']} (measured{'' if cache is None else f', simulated cache of {_size(cache)}'})"
 
 
 def _measured_cells(line: Line, least: int) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 from tilestream.errors import ArgumentError
 from tilestream.io.cost import Cost
 from tilestream.io.published import BlockMatrix, published_blocks, published_cost
-from tilestream.io.schedule import TileShape, compulsory_cost, fitting_shape, schedule_cost
+from tilestream.io.schedule import TileShape, compulsory_cost, fitting_shape, once_per_pass, schedule_cost
 from tilestream.io.sizes import total_cost
 from tilestream.io.standard import standard_cost
 from tilestream.problem import Problem
@@ -20,6 +20,7 @@ __all__ = [
     "BLOCK_SPARSE",
     "COMPULSORY",
     "OURS",
+    "OURS_CACHED",
     "PUBLISHED",
     "STANDARD",
     "STANDARD_ROWS",
@@ -42,7 +43,7 @@ class _CostOf(Protocol):
 STANDARD_ROWS = 64
 Direction = Literal["forward", "backward", "both"]
 COMPULSORY, STANDARD, PUBLISHED = "compulsory", "standard", "FlashAttention"
-OURS, BLOCK_SPARSE = "tilestream", "tilestream, block-sparse"
+OURS, OURS_CACHED, BLOCK_SPARSE = "tilestream", "tilestream, behind a cache", "tilestream, block-sparse"
 _BACKWARDS: dict[Direction, tuple[bool, ...]] = {"forward": (False,), "backward": (True,), "both": (False, True)}
 
 
@@ -103,12 +104,8 @@ def algorithms(parts: Sequence[Problem], settings: Settings) -> list[Algorithm]:
     # M of the paper counts numbers of the input dtype.
     published = published_blocks(settings.fast_memory_bytes // widest.dtype.itemsize, widest.head_dim)
 
-    def ours(blocks: BlockMatrix | None) -> Cost:
-        return _in_order(
-            parts,
-            settings,
-            lambda part, backward: schedule_cost(part, shapes[settings.backwards.index(backward)], backward, blocks),
-        )
+    def of_part(part: Problem, backward: bool, blocks: BlockMatrix | None = None) -> Cost:
+        return schedule_cost(part, shapes[settings.backwards.index(backward)], backward, blocks)
 
     found = [
         Algorithm(COMPULSORY, _in_order(parts, settings, compulsory_cost)),
@@ -118,14 +115,20 @@ def algorithms(parts: Sequence[Problem], settings: Settings) -> list[Algorithm]:
             _in_order(parts, settings, lambda part, backward: published_cost(part, published, backward)),
             (TileShape(*published),) * len(settings.backwards),
         ),
-        Algorithm(OURS, ours(None), tuple(shapes)),
+        Algorithm(OURS, _in_order(parts, settings, of_part), tuple(shapes)),
+        Algorithm(
+            OURS_CACHED,
+            _in_order(parts, settings, lambda part, backward: once_per_pass(part, of_part(part, backward))),
+            tuple(shapes),
+        ),
     ]
     if settings.blocks is not None:
         if len(parts) > 1:
             raise ArgumentError("kept blocks are of one dense call, not of packed sequences.")
         if settings.block_m is None or settings.block_n is None:
             raise ArgumentError("kept blocks are those of one shape of tiles; give block_m and block_n.")
-        found.append(Algorithm(BLOCK_SPARSE, ours(settings.blocks), tuple(shapes)))
+        sparse = functools.partial(of_part, blocks=settings.blocks)
+        found.append(Algorithm(BLOCK_SPARSE, _in_order(parts, settings, sparse), tuple(shapes)))
     return found
 
 

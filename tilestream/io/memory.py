@@ -6,7 +6,7 @@ are stored to: a plan that forgets a load, a store or a tile cannot come to the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -149,6 +149,14 @@ class TwoLevelMemory:
     def give_back(self, num_bytes: int) -> None:
         """Room of an evicted tile is free again."""
         self.used_bytes -= num_bytes
+
+    def at_tile(self, rows: slice | None, keys: slice | None, on_chip: Mapping[str, FastTile]) -> None:
+        """A replay says where it is, after the work on a tile or after a store; a subclass may look (`walk.py`).
+
+        Args:
+            rows, keys: the tile of scores; None for all that a store is not about.
+            on_chip: what fast memory holds, by name.
+        """
 
     # Computing.
 

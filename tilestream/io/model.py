@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from tilestream.io.cost import Traffic
 from tilestream.io.schedule import TileShape, compulsory_cost, schedule_cost
-from tilestream.io.sizes import Sizes
 from tilestream.io.standard import standard_cost
 from tilestream.problem import Problem
 
@@ -65,8 +64,8 @@ def tiled_bytes(problem: Problem, block_m: int, backward: bool = False, packs_gr
     Forward: per query tile reads q once and k, v of every visited key tile; writes out and lse once.
     Backward: per query tile reads q, out, dout, lse once, reads k, v and reads and writes the accumulators of dk, dv
     of every visited key tile, and writes dq once; the accumulators (float32, float64 for float64 inputs) are zeroed
-    before and read once after, to write dk and dv. The backward of the GPU kernels, which has no accumulators in
-    memory, is that of `schedule_cost`.
+    before and read once after, to write dk and dv. `schedule_cost` has the passes of this, and the backward of the GPU
+    kernels, which has no accumulators in memory.
 
     The width of a key tile does not enter: `tile_row` trims tiles to the keys that some query of the row sees, so
     that a row visits the same keys however they are cut.
@@ -80,16 +79,4 @@ def tiled_bytes(problem: Problem, block_m: int, backward: bool = False, packs_gr
 
     Returns, Raises: as `compulsory_bytes`.
     """
-    forward = schedule_cost(problem, TileShape(block_m, 1, packs_group))
-    if not backward:
-        return forward.traffic
-    sizes, tensors = Sizes.of(problem), forward.tensors
-    streamed = sum(tensors[name].read_bytes for name in ("k", "v") if name in tensors)
-    gradients = sizes.k + sizes.v
-    accumulators, accumulated = (
-        size * sizes.accumulator_bytes // sizes.element_bytes for size in (gradients, streamed)
-    )
-    return Traffic(
-        read_bytes=sizes.q + 2 * sizes.out + sizes.lse + streamed + accumulated + accumulators,
-        written_bytes=sizes.q + accumulators + accumulated + gradients,
-    )
+    return schedule_cost(problem, TileShape(block_m, 1, packs_group, sums_in_memory=True), backward).traffic

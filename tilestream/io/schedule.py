@@ -1,7 +1,9 @@
 """The schedule of this library's kernels: rows outside, keys streamed; bytes and FLOPs as formulas.
 
-Forward: a program per row tile. Backward: delta per row tile, then dk and dv per key tile (rows streamed), then dq per
-row tile (keys streamed). EMPTY tiles are never loaded. Sources: arXiv:2307.08691, algorithms 1 and 2; `teaching.py`.
+Forward: a program per row tile. Backward of the Triton kernels: delta per row tile, then dk and dv per key tile (rows
+streamed), then dq per row tile (keys streamed). Of the CPU kernels: one walk over the row tiles, which adds to sums of
+dk and dv in memory. Of the Hopper kernels: one walk over the key tiles, which adds to sums of dq in memory. EMPTY tiles
+are never loaded. Sources: arXiv:2307.08691, algorithms 1 and 2; `teaching.py`.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tilestream.errors import ArgumentError
-from tilestream.io.cost import Cost, Pass, pass_of
+from tilestream.io.cost import Cost, Pass, Traffic, pass_of
 from tilestream.io.published import BlockMatrix, check_blocks
 from tilestream.io.sizes import Sizes, accumulator_bytes, num_visible_pairs
 from tilestream.problem import Problem
 from tilestream.tiles import key_span, query_span
 
-__all__ = ["TileShape", "compulsory_cost", "fitting_shape", "schedule_cost"]
+__all__ = ["TileShape", "compulsory_cost", "fitting_shape", "once_per_pass", "schedule_cost"]
 
 # Tokens that `fitting_shape` streams at a time, best first: fewer would starve the matrix units of hardware.
 _STREAMED = (64, 16, 4, 1)
@@ -29,27 +31,36 @@ class TileShape:
     """`block_m` queries and `block_n` keys; with `packs_group` the heads of a group are rows of one tile.
 
     `key_pass` is (queries, keys) of the pass that makes dk and dv, where they are others: it wants many keys and few
-    queries, the other passes the opposite.
+    queries, the other passes the opposite. With `sums_in_memory` there is no such pass: each row tile adds to sums of
+    dk and dv in memory. With `dq_in_memory` that pass is the only one over the scores, and adds to sums of dq.
 
     Raises:
-        ArgumentError: a number is below 1.
+        ArgumentError: a number is below 1, or there are tiles for a pass that there is not.
     """
 
     block_m: int
     block_n: int
     packs_group: bool = True
     key_pass: tuple[int, int] | None = None
+    sums_in_memory: bool = False
+    dq_in_memory: bool = False
 
     def __post_init__(self) -> None:
         for place, numbers in (("", (self.block_m, self.block_n)), (" of key_pass", self.key_pass or (1, 1))):
             for name, number in zip(("block_m", "block_n"), numbers, strict=True):
                 if number < 1:
                     raise ArgumentError(f"{name}{place} must be at least 1, got {number}.")
+        if self.sums_in_memory and self.key_pass is not None:
+            raise ArgumentError("with sums_in_memory there is no pass over key tiles; leave key_pass out.")
+        if self.sums_in_memory and self.dq_in_memory:
+            raise ArgumentError("sums_in_memory has row tiles outside, dq_in_memory key tiles; give one of them.")
 
     @property
     def of_key_pass(self) -> TileShape:
         """The tiles of dk and dv."""
-        return self if self.key_pass is None else TileShape(*self.key_pass, self.packs_group)
+        if self.key_pass is None:
+            return self
+        return TileShape(*self.key_pass, self.packs_group, dq_in_memory=self.dq_in_memory)
 
     def rows_per_query(self, problem: Problem) -> int:
         """Rows of a tile that one query position makes."""
@@ -89,12 +100,13 @@ def schedule_cost(
 
     Args:
         problem: a dense call; bias, slopes and sinks are not counted, mask and dropout are made on chip.
-        shape: the tiles. dk and dv are summed over the heads of a group on chip in any case.
-        backward: the backward alone, three kernels.
+        shape: the tiles, and how dk and dv are added up. A pass over key tiles sums over the heads of a group on chip
+            in any case.
+        backward: the backward alone.
         blocks: (row tiles, key tiles), those that are kept; all by default.
 
     Returns:
-        Cost. fast_memory_bytes is for whole tiles; extra_memory_bytes is delta, in the backward.
+        Cost. fast_memory_bytes is for whole tiles; extra_memory_bytes is delta, in the backward, or the sums.
 
     Raises:
         ArgumentError: a packed problem, or `blocks` of another shape than the tiles.
@@ -114,12 +126,43 @@ def schedule_cost(
         writes = {"out": sizes.out, "lse": sizes.lse}
         flops = pairs * (problem.head_dim + problem.head_dim_v)
         return Cost((pass_of("forward", {"q": sizes.q, "k": k, "v": v}, writes, flops),), 0, fast)
+    if shape.sums_in_memory:
+        flops = pairs * (3 * problem.head_dim + 2 * problem.head_dim_v)
+        return Cost(_one_walk(sizes, {"k": k, "v": v}, flops), _sums(sizes, sizes.k + sizes.v), fast)
     delta = pass_of("delta", {"out": sizes.out, "dout": sizes.out}, {"delta": sizes.lse})
+    if shape.dq_in_memory:
+        walk = _Walk(problem, shape.of_key_pass, blocks)
+        return Cost((delta, *_key_walk(problem, sizes, walk)), sizes.lse + _sums(sizes, sizes.q), fast)
     rows = {"q": sizes.q, "dout": sizes.out, "lse": sizes.lse, "delta": sizes.lse}
     flops = pairs * (2 * problem.head_dim + problem.head_dim_v)
     dq = pass_of("dq", {**rows, "k": k, "v": v}, {"dq": sizes.q}, flops)
     key_pass = _key_pass(problem, sizes, _Walk(problem, shape.of_key_pass, blocks))
     return Cost((delta, key_pass, dq), sizes.lse, fast)
+
+
+def once_per_pass(problem: Problem, cost: Cost) -> Cost:
+    """What of `cost` crosses where a large cache stands before slow memory, as the level-2 cache of a GPU does.
+
+    A pass that reads or writes a tensor again and again moves it once; nothing lasts from one pass to the next.
+
+    Args:
+        problem: the dense call that `cost` is of. N x N tensors, which no pass moves twice, stay as they are.
+    """
+    sizes = Sizes.of(problem)
+    of_tensors = {
+        "q": sizes.q, "k": sizes.k, "v": sizes.v, "out": sizes.out, "lse": sizes.lse, "dout": sizes.out,
+        "delta": sizes.lse, "dq": sizes.q, "dk": sizes.k, "dv": sizes.v,
+        "dk_sum": _sums(sizes, sizes.k), "dv_sum": _sums(sizes, sizes.v), "dq_sum": _sums(sizes, sizes.q),
+    }  # fmt: skip
+    passes = []
+    for one in cost.passes:
+        tensors = {
+            name: Traffic(min(moved.read_bytes, most), min(moved.written_bytes, most))
+            for name, moved in one.tensors.items()
+            for most in (of_tensors.get(name, sizes.scores),)
+        }
+        passes.append(Pass(one.name, tensors, one.flops))
+    return Cost(tuple(passes), cost.extra_memory_bytes, cost.fast_memory_bytes)
 
 
 def _key_pass(problem: Problem, sizes: Sizes, walk: _Walk) -> Pass:
@@ -134,6 +177,39 @@ def _key_pass(problem: Problem, sizes: Sizes, walk: _Walk) -> Pass:
     }  # fmt: skip
     flops = 4 * num_heads * pairs * (problem.head_dim + problem.head_dim_v)
     return pass_of("dk, dv", reads, {"dk": sizes.k, "dv": sizes.v}, flops)
+
+
+def _one_walk(sizes: Sizes, streamed: dict[str, int], flops: int) -> tuple[Pass, ...]:
+    """Row tiles outside; dk and dv are summed in memory: set to 0 before, rounded to the input dtype after."""
+    sums = {"dk_sum": _sums(sizes, sizes.k), "dv_sum": _sums(sizes, sizes.v)}
+    added = {"dk_sum": _sums(sizes, streamed["k"]), "dv_sum": _sums(sizes, streamed["v"])}
+    rows = {"q": sizes.q, "out": sizes.out, "dout": sizes.out, "lse": sizes.lse}
+    return (
+        pass_of("zero", {}, sums),
+        pass_of("backward", {**rows, **streamed, **added}, {"dq": sizes.q, **added}, flops),
+        pass_of("round", sums, {"dk": sizes.k, "dv": sizes.v}),
+    )
+
+
+def _key_walk(problem: Problem, sizes: Sizes, walk: _Walk) -> tuple[Pass, ...]:
+    """Key tiles outside; dq is summed in memory: set to 0 before, rounded to the input dtype after."""
+    plain, sums = _key_pass(problem, sizes, walk), {"dq_sum": _sums(sizes, sizes.q)}
+    rows, pairs = walk.streamed_rows()
+    num_heads = problem.batch * problem.num_heads_q
+    added = num_heads * rows * problem.head_dim * sizes.accumulator_bytes
+    reads = {**{name: moved.read_bytes for name, moved in plain.tensors.items()}, "dq_sum": added}
+    writes = {**{name: moved.written_bytes for name, moved in plain.tensors.items()}, "dq_sum": added}
+    flops = plain.flops + 2 * num_heads * pairs * problem.head_dim
+    return (
+        pass_of("zero", {}, sums),
+        pass_of("dk, dv, dq", reads, writes, flops),
+        pass_of("round", sums, {"dq": sizes.q}),
+    )
+
+
+def _sums(sizes: Sizes, num_bytes: int) -> int:
+    """Bytes of as many running sums as there are numbers of the input dtype in `num_bytes`."""
+    return num_bytes // sizes.element_bytes * sizes.accumulator_bytes
 
 
 @dataclass(frozen=True)
@@ -242,6 +318,11 @@ def _most_held(fits: Callable[[int, int], bool], streamed: int, num_tokens: int)
 def _fast_memory(problem: Problem, shape: TileShape, backward: bool) -> int:
     """Bytes of whole tiles on chip, of the hungriest pass."""
     need = _need(problem, shape, backward, is_key_pass=False)
+    if backward and shape.sums_in_memory:
+        return need
+    if backward and shape.dq_in_memory:
+        rows = min(shape.block_m, problem.seqlen_q) * shape.rows_per_query(problem)
+        need = _delta_need(problem, rows)
     return max(need, _need(problem, shape.of_key_pass, backward, is_key_pass=True)) if backward else need
 
 
@@ -254,10 +335,19 @@ def _need(problem: Problem, shape: TileShape, backward: bool, is_key_pass: bool)
     loaded = keys * (width + width_v) * element
     if not backward:
         return rows * width * element + loaded + rows * keys * sums + rows * (width_v + 2) * sums
+    if shape.sums_in_memory:
+        # q, out, dout, lse and delta; keys, values and their sums; P and dP.
+        rows_bytes = rows * ((width + 2 * width_v) * element + (width + 2) * sums)
+        return loaded + keys * (width + width_v) * sums + rows_bytes + 2 * rows * keys * sums
     if is_key_pass:
         # Rows of one head at a time, P and dP.
         rows_bytes = queries * ((width + width_v) * element + 2 * sums)
+        rows_bytes += queries * width * sums if shape.dq_in_memory else 0
         return loaded + keys * (width + width_v) * sums + rows_bytes + 2 * queries * keys * sums
-    delta = rows * (2 * width_v * element + sums)
+    delta = _delta_need(problem, rows)
     # Rows of all packed heads, P and dP.
     return max(delta, loaded + rows * ((width + width_v) * element + (width + 2) * sums) + 2 * rows * keys * sums)
+
+
+def _delta_need(problem: Problem, rows: int) -> int:
+    return rows * (2 * problem.head_dim_v * problem.dtype.itemsize + accumulator_bytes(problem))

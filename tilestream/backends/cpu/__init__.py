@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilestream.backends.cpu import layout, varlen
+from tilestream.io.schedule import TileShape
 from tilestream.problem import SUPPORTED_DTYPES, AttentionInputs, Gradients, Problem
 from tilestream.state import AttentionOutput
 
@@ -24,9 +25,9 @@ class CpuBackend:
             return "float64 does not exist on mps"
         return None
 
-    def tile_shape(self, problem: Problem) -> tuple[int, int]:
+    def tile_shape(self, problem: Problem) -> TileShape:
         """See `Backend.tile_shape`."""
-        return layout.tile_shape(problem, problem.seqlen_q, problem.seqlen_k)
+        return TileShape(*layout.tile_shape(problem, problem.seqlen_q, problem.seqlen_k), sums_in_memory=True)
 
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
         """See `Backend.forward`."""

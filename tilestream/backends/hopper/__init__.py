@@ -21,6 +21,7 @@ from tilestream.backends.hopper.backward_call import BLOCK_M, CONSUMER_KEYS, NUM
 from tilestream.backends.hopper.call import config_for, usual_seqlen_q
 from tilestream.backends.triton.configs import config_for as triton_config_for
 from tilestream.backends.triton.configs import num_splits
+from tilestream.io.schedule import TileShape
 from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.state import AttentionOutput
 
@@ -56,14 +57,14 @@ class HopperBackend:
             return triton.BACKEND.supports(problem)
         return reason if reason is not None else problem_reason(problem, _num_processors())
 
-    def tile_shape(self, problem: Problem) -> tuple[int, int]:
+    def tile_shape(self, problem: Problem) -> TileShape:
         """See `Backend.tile_shape`."""
         if problem.is_backward:
             if backward_reason(problem) is None:
-                return BLOCK_M, NUM_CONSUMERS * CONSUMER_KEYS
+                return TileShape(BLOCK_M, NUM_CONSUMERS * CONSUMER_KEYS, packs_group=False, dq_in_memory=True)
             return triton.BACKEND.tile_shape(problem)
         config = config_for(problem)
-        return config.block_m, config.block_n
+        return TileShape(config.block_m, config.block_n, packs_group=False)
 
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
         """See `Backend.forward`."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilestream.backends.triton.configs import config_for
+from tilestream.io.schedule import TileShape
 from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.state import AttentionOutput
 
@@ -51,10 +52,14 @@ class TritonBackend:
             return "it has more than 2**30 rows of queries or keys over all heads"
         return None
 
-    def tile_shape(self, problem: Problem) -> tuple[int, int]:
-        """See `Backend.tile_shape`."""
+    def tile_shape(self, problem: Problem) -> TileShape:
+        """See `Backend.tile_shape`; of a GPU with the shared memory of Hopper's, without operands in parts."""
         config = config_for("query" if problem.is_backward else "forward", problem)
-        return max(1, config.block_m // problem.group), config.block_n
+        block_m, key_pass = max(1, config.block_m // problem.group), None
+        if problem.is_backward:
+            key = config_for("key", problem)
+            key_pass = (key.block_m, key.block_n)
+        return TileShape(block_m, config.block_n, key_pass=key_pass)
 
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
         """See `Backend.forward`."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilestream.backends.cpu import varlen
 from tilestream.backends.cpu.native import library
 from tilestream.backends.cpu.native.call import LARGEST_SHIFT, BackwardTensors, dtype_number, pack
+from tilestream.io.schedule import TileShape
 from tilestream.problem import AttentionInputs, Gradients, Problem, check_cu_seqlens_values
 from tilestream.state import AttentionOutput, finite_or_zero, sink_gradient
 
@@ -39,9 +40,10 @@ class NativeBackend:
             return f"shift {problem.shift} is beyond 2**40"
         return library.reason()
 
-    def tile_shape(self, problem: Problem) -> tuple[int, int]:
+    def tile_shape(self, problem: Problem) -> TileShape:
         """See `Backend.tile_shape`."""
-        return _library().tile_shape(dtype_number(problem.dtype), problem.is_backward)
+        rows, block_n = _library().tile_shape(dtype_number(problem.dtype), problem.is_backward)
+        return TileShape(max(1, rows // problem.group), block_n, sums_in_memory=True)
 
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
         """See `Backend.forward`."""
