@@ -18,6 +18,7 @@ import torch
 from interpreter import is_ready
 
 from tilestream.backends import hopper
+from tilestream.backends.hopper.call import block_of
 from tilestream.problem import Problem
 from tilestream.spec import AttentionSpec, Band
 
@@ -43,6 +44,9 @@ _BANDS = ("full", "causal", "window", "left")
 ROWS = [
     *(Row(band, "bfloat16", *widths) for widths in itertools.product(_WIDTHS, repeat=2) for band in _BANDS),
     Row("causal", "float16", 128, 128),
+    *(Row(band, "bfloat16", 256, 256) for band in _BANDS),
+    *(Row("window", "bfloat16", *widths) for widths in ((256, 128), (256, 64), (128, 256), (64, 256))),
+    Row("causal", "float16", 256, 256),
 ]
 
 
@@ -98,7 +102,8 @@ def _problem(**changes: Any) -> Problem:
         ({"softcap": 3.0}, "softcap"),
         ({"has_alibi": True}, "ALiBi"),
         ({"has_bias": True}, "bias"),
-        ({"head_dim": 136}, "above 128"),
+        ({"head_dim": 136, "head_dim_v": 256}, None),
+        ({"head_dim": 264}, "above 256"),
         ({"head_dim_v": 60}, "multiple of 8"),
         ({"scale": 0.0}, "not positive"),
         ({"seqlen_k": 0}, "no keys"),
@@ -116,7 +121,7 @@ def test_leaves_packed_sequences_to_triton() -> None:
 
 
 @pytest.mark.skipif("not is_ready()", reason="needs Triton's interpreter")
-@pytest.mark.parametrize(("seqlen_q", "head_dim"), [(130, 64), (64, 40), (200, 128), (70, 96), (65, 8)])
+@pytest.mark.parametrize(("seqlen_q", "head_dim"), [(130, 64), (64, 40), (200, 128), (70, 96), (65, 8), (100, 200)])
 def test_sums_of_dq_become_rows(seqlen_q: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the order in which threads of a product hold them; with a flag for a row that is not finite."""
     from tilestream.backends.triton import plan
@@ -128,7 +133,7 @@ def test_sums_of_dq_become_rows(seqlen_q: int, head_dim: int, monkeypatch: pytes
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delitem(sys.modules, "tilestream.backends.hopper.dq_sums", raising=False)
     dq_kernel = importlib.import_module("tilestream.backends.hopper.dq_sums").dq_kernel
-    heads, width, num_tiles = 3, 64 if head_dim <= 64 else 128, -(-seqlen_q // 64)
+    heads, width, num_tiles = 3, block_of(head_dim), -(-seqlen_q // 64)
     problem = Problem.dense(
         batch=2,
         seqlen_q=seqlen_q,

@@ -116,23 +116,24 @@ def _compile(rows: list[Row], path: Path, packages: list[str]) -> _Uses:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_compiles_without_waste(row: Row, uses: _Uses) -> None:
-    _assert_no_waste(uses[row])
+    is_plain = not row.features and row.band != "window"
+    _assert_no_waste(uses[row], most_spilled=0 if is_plain else 40)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", FEW_ROWS, ids=lambda row: row.id)
 def test_the_newest_triton_compiles_it_too(row: Row, newest_uses: _Uses) -> None:
-    _assert_no_waste(newest_uses[row])
+    _assert_no_waste(newest_uses[row], most_spilled=40)
 
 
-def _assert_no_waste(uses: list[dict[str, Any]]) -> None:
+def _assert_no_waste(uses: list[dict[str, Any]], most_spilled: int) -> None:
     assert uses
     for use in uses:
         assert "error" not in use, use["error"]
         assert use["shared"] <= use["shared_limit"], use
         # A few numbers of a program wait in local memory from one row tile to the next; nothing does in a loop.
         assert use["spills_in_loops"] == 0, use
-        assert use["spilled"] <= 40, use
+        assert use["spilled"] <= most_spilled, use
         assert use["mma"] == 0, use
         # A few waits a consumer; ptxas would wait for every single product if it could not tell them apart (C7515).
         assert 0 < 3 * use["waits"] < use["wgmma"] * 2, use

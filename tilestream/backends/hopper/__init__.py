@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilestream.backends import triton
-from tilestream.backends.hopper.backward_call import BLOCK_M, CONSUMER_KEYS, NUM_CONSUMERS
+from tilestream.backends.hopper.backward_call import BLOCK_M, block_n_of
 from tilestream.backends.hopper.call import config_for, usual_seqlen_q
 from tilestream.backends.triton.configs import config_for as triton_config_for
 from tilestream.backends.triton.configs import num_splits
@@ -29,7 +29,6 @@ __all__ = ["BACKEND", "HopperBackend", "problem_reason"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD_DIM = 256
-_LARGEST_BACKWARD_HEAD_DIM = 128
 # TMA counts in 16 bytes.
 _HEAD_DIM_UNIT = 8
 # Of a KV head; half of a tile.
@@ -61,7 +60,7 @@ class HopperBackend:
         """See `Backend.tile_shape`."""
         if problem.is_backward:
             if backward_reason(problem) is None:
-                return TileShape(BLOCK_M, NUM_CONSUMERS * CONSUMER_KEYS, packs_group=False, dq_in_memory=True)
+                return TileShape(BLOCK_M, block_n_of(problem), packs_group=False, dq_in_memory=True)
             return triton.BACKEND.tile_shape(problem)
         config = config_for(problem)
         return TileShape(config.block_m, config.block_n, packs_group=False)
@@ -138,8 +137,8 @@ def backward_reason(problem: Problem) -> str | None:
         return "dropout, softcap, ALiBi, bias and packed sequences are served by the Triton backend"
     if spec.deterministic:
         return "sums of dq have no fixed order; the Triton backend's have one"
-    if max(widths) > _LARGEST_BACKWARD_HEAD_DIM:
-        return f"head_dim {max(widths)} is above {_LARGEST_BACKWARD_HEAD_DIM}"
+    if max(widths) > _LARGEST_HEAD_DIM:
+        return f"head_dim {max(widths)} is above {_LARGEST_HEAD_DIM}"
     if any(width % _HEAD_DIM_UNIT for width in widths):
         return f"head_dim {widths[0]} or head_dim_v {widths[1]} is no multiple of {_HEAD_DIM_UNIT}"
     if not _SCALES[0] <= spec.scale <= _SCALES[1]:

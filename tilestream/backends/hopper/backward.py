@@ -26,7 +26,7 @@ On chip    k_n, v_n (two tiles, so that the next one loads early), stages of q_m
            there is: dq is added from registers.
 Numerics   as `triton.backward`, but sums of dq are in no fixed order. Keys beyond the last one are masked: their K and
            V are 0, but 0 times a weight that overflows is not.
-Limits     head_dim and head_dim_v up to 128, on chip 64 or 128.
+Limits     head_dim and head_dim_v up to 128, on chip 64 or 128; beyond that `backward_wide.py`.
 
 Shapes: M rows of a tile; N keys of a consumer; D head_dim; E head_dim_v.
 """
@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilestream.backends.hopper.backward_places import key_place_of, own_rows, phase
+from tilestream.backends.hopper.backward_places import key_place_of, masked, own_rows, phase
 from tilestream.backends.hopper.dq import (
     add_dq,
     arrive_ds,
@@ -60,7 +60,7 @@ from tilestream.backends.hopper.gluon_names import (
 )
 from tilestream.backends.hopper.schedule import fetch, following, publish
 
-__all__ = ["backward_kernel"]
+__all__ = ["backward_kernel", "produce"]
 
 
 class Shared(NamedTuple):
@@ -89,8 +89,10 @@ class Shared(NamedTuple):
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, tensors, numbers, facts: gl.constexpr):
+def produce(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, tensors, numbers, facts: gl.constexpr):
     """The producer warp: fill shared memory as it empties."""
+    # Of 64 keys, in a tile of keys.
+    pieces: gl.constexpr = facts.block_n // 64
     row_bytes: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 8 * facts.block_m
     step = 0
     tile = 0
@@ -101,13 +103,13 @@ def _produce(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, te
         head_kv = place.sequence.head_kv
         slot, is_odd = phase(tile, facts.config.num_tiles)
         mbarrier.wait(shared.k_empty.index(slot), is_odd ^ 1)
-        mbarrier.expect(shared.k_full.index(slot), 2 * k_desc.block_type.nbytes)
+        mbarrier.expect(shared.k_full.index(slot), pieces * k_desc.block_type.nbytes)
         mbarrier.wait(shared.v_empty.index(slot), is_odd ^ 1)
-        mbarrier.expect(shared.v_full.index(slot), 2 * v_desc.block_type.nbytes)
-        for c in gl.static_range(2):
+        mbarrier.expect(shared.v_full.index(slot), pieces * v_desc.block_type.nbytes)
+        for c in gl.static_range(pieces):
             keys = [batch, place.n_start + c * 64, head_kv, 0]
-            load_tile(k_desc, keys, shared.k_full.index(slot), shared.k.index(2 * slot + c))
-            load_tile(v_desc, keys, shared.v_full.index(slot), shared.v.index(2 * slot + c))
+            load_tile(k_desc, keys, shared.k_full.index(slot), shared.k.index(pieces * slot + c))
+            load_tile(v_desc, keys, shared.v_full.index(slot), shared.v.index(pieces * slot + c))
         unit = fetch(unit, tensors, numbers, facts)
         publish(unit, tile, shared, facts)
         for index in range(numbers.group):
@@ -115,45 +117,28 @@ def _produce(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, te
             numbers_at = (batch * numbers.num_heads_kv * numbers.group + head) * numbers.num_padded_rows
             for m_start in range(place.lo, place.hi, facts.block_m):
                 stage, is_odd = phase(step, facts.config.num_stages)
-                full = shared.rows_full.index(stage)
-                mbarrier.wait(shared.rows_empty.index(stage), is_odd ^ 1)
-                mbarrier.expect(full, row_bytes)
-                load_tile(q_desc, [batch, m_start, head, 0], full, shared.q.index(stage))
-                load_tile(lse_desc, [numbers_at + m_start], full, shared.lse.index(stage))
-                load_tile(delta_desc, [numbers_at + m_start], full, shared.delta.index(stage))
-                load_tile(dout_desc, [batch, m_start, head, 0], full, shared.dout.index(stage))
+                if facts.is_wide:
+                    # Each by itself, and dout first, which is done with half a row tile before q.
+                    full = shared.dout_full.index(stage)
+                    mbarrier.wait(shared.dout_empty.index(stage), is_odd ^ 1)
+                    mbarrier.expect(full, dout_desc.block_type.nbytes + 4 * facts.block_m)
+                    load_tile(dout_desc, [batch, m_start, head, 0], full, shared.dout.index(stage))
+                    load_tile(delta_desc, [numbers_at + m_start], full, shared.delta.index(stage))
+                    full = shared.q_full.index(stage)
+                    mbarrier.wait(shared.q_empty.index(stage), is_odd ^ 1)
+                    mbarrier.expect(full, q_desc.block_type.nbytes + 4 * facts.block_m)
+                    load_tile(q_desc, [batch, m_start, head, 0], full, shared.q.index(stage))
+                    load_tile(lse_desc, [numbers_at + m_start], full, shared.lse.index(stage))
+                else:
+                    full = shared.rows_full.index(stage)
+                    mbarrier.wait(shared.rows_empty.index(stage), is_odd ^ 1)
+                    mbarrier.expect(full, row_bytes)
+                    load_tile(q_desc, [batch, m_start, head, 0], full, shared.q.index(stage))
+                    load_tile(lse_desc, [numbers_at + m_start], full, shared.lse.index(stage))
+                    load_tile(delta_desc, [numbers_at + m_start], full, shared.delta.index(stage))
+                    load_tile(dout_desc, [batch, m_start, head, 0], full, shared.dout.index(stage))
                 step += 1
         tile += 1
-
-
-@jit
-def _visible(m_start, n_first, sequence, s_nm, facts: gl.constexpr):
-    """Which pairs of a PARTIAL tile are visible: query 8 a + 2 b + c is one of lane b, at a place that follows from a
-    and c, which are constants of the instructions (`score.py`)."""
-    eighths: gl.constexpr = facts.block_m // 8
-    wide = s_nm.reshape([64, eighths, 4, 2])
-    layout: gl.constexpr = wide.type.layout
-    a = gl.arange(0, eighths, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    b = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    c = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    j = n_first + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    i = 8 * a[None, :, None, None] + c[None, None, None, :]
-    start = m_start + 2 * b[None, None, :, None]
-    # No query is beyond 2**30.
-    first = gl.where(j < sequence.seqlen_k, 0, 2**30)
-    if facts.has_right:
-        first = gl.maximum(first, j - sequence.right_edge)
-    visible = i >= first[:, None, None, None] - start
-    if facts.has_left:
-        visible = visible & (i <= (j - sequence.left_edge)[:, None, None, None] - start)
-    return wide, visible
-
-
-@jit
-def _masked(s_nm, m_start, n_first, sequence, facts: gl.constexpr):
-    wide, visible = _visible(m_start, n_first, sequence, s_nm, facts)
-    wide = gl.where(visible, wide, float("-inf"))
-    return gl.convert_layout(wide.reshape(s_nm.shape), s_nm.type.layout)
 
 
 @jit
@@ -201,7 +186,7 @@ def _add_tile(
     dp_nm = warpgroup_mma(v_n, dout_m.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s_nm = warpgroup_mma_wait(1, deps=[s_nm])
     if MASKED:
-        s_nm = _masked(s_nm, m_start, n_first, sequence, facts)
+        s_nm = masked(s_nm, m_start, n_first, sequence, facts)
     p_nm, p_16 = _weights(s_nm, stage, shared, numbers, facts)
     dv = warpgroup_mma(p_16, dout_m, dv, is_async=True)
     dp_nm = warpgroup_mma_wait(1, deps=[dp_nm])
@@ -335,7 +320,7 @@ def backward_kernel(
         [
             (_consume, (0, dk_desc, dv_desc, shared, tensors, numbers, facts)),
             (_consume, (1, dk_desc, dv_desc, shared, tensors, numbers, facts)),
-            (_produce, (q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, tensors, numbers, facts)),
+            (produce, (q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, tensors, numbers, facts)),
         ],
         [4, 1],
         [facts.config.registers, 24],

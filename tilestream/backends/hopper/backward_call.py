@@ -13,7 +13,6 @@ from tilestream.problem import Problem
 __all__ = [
     "BLOCK_M",
     "CONSUMER_KEYS",
-    "NUM_CONSUMERS",
     "ROW_BLOCK",
     "BackwardConfig",
     "BackwardFacts",
@@ -22,23 +21,24 @@ __all__ = [
     "backward_config_for",
     "backward_facts_of",
     "backward_numbers_of",
+    "block_n_of",
 ]
 
 # Queries of a tile, and keys of a consumer: what one product of a warpgroup takes.
 BLOCK_M = 64
 CONSUMER_KEYS = 64
-NUM_CONSUMERS = 2
+_NUM_CONSUMERS = 2
 # What lse and delta of a head are padded to.
 ROW_BLOCK = 128
 
 # Of Q, dout and the sums of dq that are worked on at a time: half of Hopper's L2 cache.
 _CACHED_BYTES = 24 << 20
-_SIDES_TOGETHER = 16
+_SIDES_TOGETHER, _WIDE_TOGETHER = 16, 4
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """How the kernel is cut; what each of these does is in `backward.py`."""
+    """How the kernel is cut; what each of these does is in `backward.py` and `backward_wide.py`."""
 
     num_stages: int
     num_slots: int
@@ -59,11 +59,15 @@ class BackwardFacts:
     has_left: bool
     has_right: bool
     flags: bool
-    # 1 % faster where all tiles take as long, too.
-    is_dynamic: bool = True
+    is_dynamic: bool
     # Of the functions of `backends/triton/` that kernels call: rows are not packed here.
     group: int = 1
     is_varlen: bool = False
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the kernel is that of `backward_wide.py`."""
+        return self.block_n == CONSUMER_KEYS
 
     @property
     def of_consumer(self) -> BackwardFacts:
@@ -108,12 +112,25 @@ _CONFIGS = {
     (64, 128): BackwardConfig(3, 2, 2),
     (128, 64): BackwardConfig(2, 2, 2),
     (128, 128): BackwardConfig(3, 2, 1),
+    # Of `backward_wide.py`: as many stages as there is room for.
+    (64, 256): BackwardConfig(4, 2, 1),
+    (256, 64): BackwardConfig(4, 2, 1),
+    (128, 256): BackwardConfig(3, 2, 1),
+    (256, 128): BackwardConfig(3, 2, 1),
+    (256, 256): BackwardConfig(2, 2, 1),
 }
+_LARGEST_NARROW = 128
 
 
 def backward_config_for(problem: Problem) -> BackwardConfig:
     """The tiles of a call."""
     return _CONFIGS[block_of(problem.head_dim), block_of(problem.head_dim_v)]
+
+
+def block_n_of(problem: Problem) -> int:
+    """Keys of a tile: beyond a head dimension of 128 both consumers have the same ones."""
+    is_wide = max(problem.head_dim, problem.head_dim_v) > _LARGEST_NARROW
+    return CONSUMER_KEYS if is_wide else _NUM_CONSUMERS * CONSUMER_KEYS
 
 
 def backward_facts_of(problem: Problem, config: BackwardConfig) -> BackwardFacts:
@@ -122,13 +139,15 @@ def backward_facts_of(problem: Problem, config: BackwardConfig) -> BackwardFacts
     return BackwardFacts(
         config=config,
         block_m=BLOCK_M,
-        block_n=NUM_CONSUMERS * CONSUMER_KEYS,
+        block_n=block_n_of(problem),
         block_d=block_of(problem.head_dim),
         block_dv=block_of(problem.head_dim_v),
         has_left=band.left is not None,
         has_right=band.right is not None,
         # Where nothing can be hidden, nothing hidden can get in.
         flags=not band.is_unlimited,
+        # Where all tiles take as long, 1 % faster with narrow heads, and up to 10 % slower with wide ones.
+        is_dynamic=not band.is_unlimited or block_n_of(problem) > CONSUMER_KEYS,
     )
 
 
@@ -157,5 +176,6 @@ def _num_together(problem: Problem, num_sides: int) -> int:
         return 1
     row_bytes = 4 * block_of(problem.head_dim) + problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
     cached = _CACHED_BYTES // max(1, problem.seqlen_q * problem.group * row_bytes)
-    num_groups = -(-num_sides // max(cached, _SIDES_TOGETHER))
+    fewest = _WIDE_TOGETHER if block_n_of(problem) == CONSUMER_KEYS else _SIDES_TOGETHER
+    num_groups = -(-num_sides // max(cached, fewest))
     return -(-num_sides // num_groups)

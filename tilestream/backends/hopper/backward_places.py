@@ -1,4 +1,4 @@
-"""Which tiles of keys a program of the Hopper backward works on, and which rows see any of them."""
+"""Which tiles of keys a program of the Hopper backward works on, which rows see any of them, and which pairs do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from tilestream.backends.hopper.gluon_names import gl, jit
 from tilestream.backends.triton.tiles import query_ranges, sequence_of
 
-__all__ = ["KeyPlace", "OwnRows", "key_place_of", "own_rows", "phase"]
+__all__ = ["KeyPlace", "OwnRows", "key_place_of", "masked", "own_rows", "phase"]
 
 
 class KeyPlace(NamedTuple):
@@ -70,3 +70,34 @@ def own_rows(place, c: gl.constexpr, facts: gl.constexpr):
         full_lo = hi
     full_hi = gl.minimum(gl.maximum(ranges.full_hi, full_lo), hi)
     return OwnRows(n_first, lo, full_lo, full_hi, hi)
+
+
+@jit
+def _visible(m_start, n_first, sequence, s_nm, facts: gl.constexpr):
+    """Which pairs of a PARTIAL tile are visible: query 8 a + 2 b + c is one of lane b, at a place that follows from a
+    and c, which are constants of the instructions (`score.py`)."""
+    eighths: gl.constexpr = facts.block_m // 8
+    wide = s_nm.reshape([64, eighths, 4, 2])
+    layout: gl.constexpr = wide.type.layout
+    a = gl.arange(0, eighths, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    b = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    c = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    j = n_first + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    i = 8 * a[None, :, None, None] + c[None, None, None, :]
+    start = m_start + 2 * b[None, None, :, None]
+    # No query is beyond 2**30.
+    first = gl.where(j < sequence.seqlen_k, 0, 2**30)
+    if facts.has_right:
+        first = gl.maximum(first, j - sequence.right_edge)
+    visible = i >= first[:, None, None, None] - start
+    if facts.has_left:
+        visible = visible & (i <= (j - sequence.left_edge)[:, None, None, None] - start)
+    return wide, visible
+
+
+@jit
+def masked(s_nm, m_start, n_first, sequence, facts: gl.constexpr):
+    """Dot products with -inf where a pair is not visible."""
+    wide, visible = _visible(m_start, n_first, sequence, s_nm, facts)
+    wide = gl.where(visible, wide, float("-inf"))
+    return gl.convert_layout(wide.reshape(s_nm.shape), s_nm.type.layout)

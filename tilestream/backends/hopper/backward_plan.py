@@ -26,6 +26,7 @@ from tilestream.backends.hopper.backward_call import (
     backward_facts_of,
     backward_numbers_of,
 )
+from tilestream.backends.hopper.backward_wide import backward_wide_kernel
 from tilestream.backends.hopper.call import readable
 from tilestream.backends.hopper.dq_sums import dq_kernel
 from tilestream.backends.hopper.exact_dq import exact_dq_kernel
@@ -225,4 +226,5 @@ def backward_source(facts: BackwardFacts, dtype: torch.dtype) -> GluonASTSource:
         "numbers": BackwardNumbers(**types),
         "facts": "constexpr",
     }
-    return GluonASTSource(backward_kernel, signature, {(list(signature).index("facts"),): facts})
+    kernel = backward_wide_kernel if facts.is_wide else backward_kernel
+    return GluonASTSource(kernel, signature, {(list(signature).index("facts"),): facts})

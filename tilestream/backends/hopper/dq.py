@@ -75,14 +75,16 @@ def next_step(steps, numbers):
 
 @jit
 def _product(ds_slot, slot, part: gl.constexpr, width: gl.constexpr, shared, facts: gl.constexpr):
-    """dS times `width` columns of K of both consumers, still being multiplied."""
+    """dS times `width` columns of K of all keys of a tile, still being multiplied."""
+    # Of 64 keys.
+    pieces: gl.constexpr = facts.block_n // 64
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     dq = gl.full([facts.block_m, width], 0.0, gl.float32, layout)
-    for c in gl.static_range(2):
-        k_n = shared.k.index(2 * slot + c).reshape([64, facts.block_d])
+    for c in gl.static_range(pieces):
+        k_n = shared.k.index(pieces * slot + c).reshape([64, facts.block_d])
         if width < facts.block_d:
             k_n = k_n.slice(part * width, width, 1)
-        dq = warpgroup_mma(shared.ds.index(2 * ds_slot + c).permute((1, 0)), k_n, dq, use_acc=c > 0, is_async=True)
+        dq = warpgroup_mma(shared.ds.index(pieces * ds_slot + c).permute((1, 0)), k_n, dq, use_acc=c > 0, is_async=True)
     return dq
 
 

@@ -16,8 +16,8 @@ __all__ = ["Config", "config_for", "num_splits", "padded", "takes_parts"]
 
 # Packed rows up to which a call has small row tiles and splits its keys.
 _FEW_ROWS = 16
-# Keys of a tile of the exact key kernel, which compiles for long where they are many. Fewer than 64, as rows of the other
-# exact kernels on 8 warps are more: Triton 3.6 gives a product of 64 x 16 on 8 warps operands beyond the end of a tile.
+# Keys of a tile of the exact key kernel, which compiles for long where they are many. Not 64, and no 64 rows on 8 warps
+# either: there Triton 3.6 multiplies 64 x 16 with operands from beyond the end of a tile.
 _EXACT_KEYS = 32
 # Programs that a processor runs side by side, and what a split is worth at least.
 _PROGRAMS_EACH = 2
