@@ -94,24 +94,30 @@ class HopperBackend:
 
 def problem_reason(problem: Problem, num_processors: int) -> str | None:
     """Why the kernel cannot run a call on a Hopper GPU of so many processors, or should not; None if it does."""
-    spec = problem.spec
-    widths = problem.head_dim, problem.head_dim_v
-    if problem.dtype not in _DTYPES:
-        return f"dtype {problem.dtype} is neither float16 nor bfloat16"
-    if spec.dropout_p > 0:
+    if problem.spec.dropout_p > 0:
         return "dropout is served by the Triton backend"
-    if max(widths) > _LARGEST_HEAD_DIM:
-        return f"head_dim {max(widths)} is above {_LARGEST_HEAD_DIM}"
-    if any(width % _HEAD_DIM_UNIT for width in widths):
-        return f"head_dim {widths[0]} or head_dim_v {widths[1]} is no multiple of {_HEAD_DIM_UNIT}"
-    if not _SCALES[0] <= spec.scale <= _SCALES[1]:
-        return f"scale {spec.scale} is not positive, or extreme"
+    if (reason := _operands_reason(problem)) is not None:
+        return reason
     if min(problem.batch, problem.total_q, problem.total_k) < 1:
         return "it has no queries or no keys"
     # Of a packed call a sequence has a tile, whatever its length.
     if max(problem.total_k, (problem.total_q + problem.batch) * problem.num_heads_q) > _MOST_ROWS:
         return "it has more than 2**28 rows of queries or keys"
     return _slower_reason(problem, num_processors)
+
+
+def _operands_reason(problem: Problem) -> str | None:
+    """What keeps forward and backward from a call."""
+    scale, widths = problem.spec.scale, (problem.head_dim, problem.head_dim_v)
+    if problem.dtype not in _DTYPES:
+        return f"dtype {problem.dtype} is neither float16 nor bfloat16"
+    if max(widths) > _LARGEST_HEAD_DIM:
+        return f"head_dim {max(widths)} is above {_LARGEST_HEAD_DIM}"
+    if any(width % _HEAD_DIM_UNIT for width in widths):
+        return f"head_dim {widths[0]} or head_dim_v {widths[1]} is no multiple of {_HEAD_DIM_UNIT}"
+    if not _SCALES[0] <= scale <= _SCALES[1]:
+        return f"scale {scale} is not positive, or extreme"
+    return None
 
 
 def _slower_reason(problem: Problem, num_processors: int) -> str | None:
@@ -129,26 +135,16 @@ def _slower_reason(problem: Problem, num_processors: int) -> str | None:
 def backward_reason(problem: Problem) -> str | None:
     """Why a backward is the Triton backend's."""
     spec = problem.spec
-    widths = problem.head_dim, problem.head_dim_v
-    features = (spec.dropout_p > 0, spec.softcap > 0, spec.has_alibi, spec.has_bias, problem.layout == "varlen")
-    if problem.dtype not in _DTYPES:
-        return f"dtype {problem.dtype} is neither float16 nor bfloat16"
-    if any(features):
+    if any((spec.dropout_p > 0, spec.softcap > 0, spec.has_alibi, spec.has_bias, problem.layout == "varlen")):
         return "dropout, softcap, ALiBi, bias and packed sequences are served by the Triton backend"
     if spec.deterministic:
         return "sums of dq have no fixed order; the Triton backend's have one"
-    if max(widths) > _LARGEST_HEAD_DIM:
-        return f"head_dim {max(widths)} is above {_LARGEST_HEAD_DIM}"
-    if any(width % _HEAD_DIM_UNIT for width in widths):
-        return f"head_dim {widths[0]} or head_dim_v {widths[1]} is no multiple of {_HEAD_DIM_UNIT}"
-    if not _SCALES[0] <= spec.scale <= _SCALES[1]:
-        return f"scale {spec.scale} is not positive, or extreme"
+    if (reason := _operands_reason(problem)) is not None:
+        return reason
     if problem.batch < 1 or problem.seqlen_k < 1 or problem.seqlen_q < _FEW_ROWS:
         return f"it has fewer than {_FEW_ROWS} queries, or no keys"
-    if (
-        problem.batch * (problem.seqlen_q + _FEW_ROWS) * problem.num_heads_q > _MOST_ROWS
-        or problem.total_k > _MOST_ROWS
-    ):
+    num_rows = problem.batch * (problem.seqlen_q + _FEW_ROWS) * problem.num_heads_q
+    if max(num_rows, problem.total_k) > _MOST_ROWS:
         return "it has more than 2**28 rows of queries or keys"
     return None
 

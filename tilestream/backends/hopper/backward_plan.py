@@ -29,10 +29,11 @@ from tilestream.backends.hopper.backward_call import (
 from tilestream.backends.hopper.backward_wide import backward_wide_kernel
 from tilestream.backends.hopper.call import readable
 from tilestream.backends.hopper.dq_sums import dq_kernel
-from tilestream.backends.hopper.exact_dq import exact_dq_kernel
+from tilestream.backends.hopper.exact import exact_dq_kernel
 from tilestream.backends.hopper.gluon_names import GluonASTSource, gl
 from tilestream.backends.hopper.plan import (
     DTYPES,
+    EXACT_CONFIG,
     OPTIONS,
     SHORT_NAMES,
     TARGET,
@@ -183,10 +184,10 @@ def _steps(problem: Problem, how: How, flags: bool) -> tuple[list[Step], list[St
     if not flags:
         return before, after, []
     build = Builder(problem, how)
-    exact, exact_key = kernel_config("exact_query", problem, how), kernel_config("exact_key", problem, how)
+    exact_key = kernel_config("exact_key", problem, how)
     # Its programs are those of consumers, which flag their keys.
     exact_key = replace(exact_key, num_slices=CONSUMER_KEYS // exact_key.block_n)
-    after.append(looks_at_flags(build.row_step(exact_dq_kernel, exact), how))
+    after.append(looks_at_flags(build.row_step(exact_dq_kernel, EXACT_CONFIG, sizes={"num_flaggers": 1}), how))
     return before, after, [looks_at_flags(build.key_step(exact_key_kernel, exact_key), how)]
 
 

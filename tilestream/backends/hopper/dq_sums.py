@@ -1,6 +1,6 @@
 """dq from the float32 sums of the Hopper backward.
 
-Computes   dq = scale * sums in the input dtype; where something can be hidden also flags for `exact_dq.py`: one,
+Computes   dq = scale * sums in the input dtype; where something can be hidden also flags for `exact.py`: one,
            whether any row is not finite, then one per row.
 Algorithm  none.
 Schedule   a program per row tile of a query head, last ones first.

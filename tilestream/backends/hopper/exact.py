@@ -1,6 +1,7 @@
-"""Rows of the Hopper forward that are not finite, exact: `triton.forward`'s exact kernel, for flags of rows.
+"""Rows of the Hopper kernels that are not finite, exact: `triton`'s exact kernels, for flags of rows.
 
-Launched before the forward ends, and at its own end soon where nothing is flagged.
+Launched for every call that can hide something, and at their end soon where nothing is flagged; that of the forward is
+launched before the forward ends.
 
 Shapes: P programs of tiles of packed rows.
 """
@@ -11,11 +12,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from tilestream.backends.triton.backward import query_program
 from tilestream.backends.triton.careful import FLAGS, first_of, num_rounds
 from tilestream.backends.triton.forward import exact_program
 from tilestream.backends.triton.tiles import locate, numbers_at, tile_index
 
-__all__ = ["exact_rows_kernel"]
+__all__ = ["exact_dq_kernel", "exact_rows_kernel"]
 
 # At most, before the flags of rows.
 _FLAGGERS = tl.constexpr(1024)
@@ -23,12 +25,29 @@ _FLAGGERS = tl.constexpr(1024)
 
 @triton.jit(do_not_specialize=["numbers"])
 def exact_rows_kernel(tensors, numbers, facts: tl.constexpr):
-    """out of tiles with flagged rows: of kernels whose rows are not packed.
+    """out of tiles with flagged rows."""
+    # It was launched early (`Config.starts_early`).
+    gdc_wait()
+    _for_flagged_rows(exact_program, tensors, numbers, facts)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def exact_dq_kernel(tensors, numbers, facts: tl.constexpr):
+    """dq of tiles with flagged rows."""
+    _for_flagged_rows(_exact_dq, tensors, numbers, facts)
+
+
+@triton.jit
+def _exact_dq(program, tensors, numbers, facts: tl.constexpr):
+    query_program(program, tensors, numbers, facts, True)
+
+
+@triton.jit
+def _for_flagged_rows(PROGRAM: tl.constexpr, tensors, numbers, facts: tl.constexpr):
+    """`PROGRAM` of tiles with flagged rows: of kernels whose rows are not packed.
 
     Their flags lie as lse does, behind `num_flaggers` others; where none of these is set, none of those is.
     """
-    # It was launched early (`Config.starts_early`).
-    gdc_wait()
     are_set = tl.arange(0, _FLAGGERS) < numbers.num_flaggers
     if tl.max(tl.load(tensors.flags + tl.arange(0, _FLAGGERS), are_set, other=0), 0) == 0:
         return
@@ -39,7 +58,7 @@ def exact_rows_kernel(tensors, numbers, facts: tl.constexpr):
             for index in tl.range(0, FLAGS):
                 program = first + index * tl.num_programs(0) + tl.arange(0, 1)
                 if tl.max(_num_flagged_rows(program, tensors, numbers, facts), 0) != 0:
-                    exact_program(first + index * tl.num_programs(0), tensors, numbers, facts)
+                    PROGRAM(first + index * tl.num_programs(0), tensors, numbers, facts)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ from tilestream.state import AttentionOutput
 
 __all__ = [
     "DTYPES",
+    "EXACT_CONFIG",
     "OPTIONS",
     "SHORT_NAMES",
     "TARGET",
@@ -69,8 +71,8 @@ __all__ = [
 ]
 
 TARGET = GPUTarget("cuda", 90, 32)
-# Small, so that nothing is in local memory.
-_EXACT_CONFIG = TritonConfig(32, 16, 8, 1, starts_early=True)
+# Of exact kernels for flagged rows: small, so that nothing is in local memory, and compiled soon.
+EXACT_CONFIG = TritonConfig(32, 16, 8, 1)
 # Of the first consumer; the others and the producer have their own.
 OPTIONS = {"num_warps": 4}
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -190,7 +192,8 @@ class Plan:
 
 def _exact_step(problem: Problem, how: How, num_flaggers: int) -> Step:
     build = Builder(problem, how)
-    return looks_at_flags(build.row_step(exact_rows_kernel, _EXACT_CONFIG, sizes={"num_flaggers": num_flaggers}), how)
+    config = replace(EXACT_CONFIG, starts_early=True)
+    return looks_at_flags(build.row_step(exact_rows_kernel, config, sizes={"num_flaggers": num_flaggers}), how)
 
 
 def layout_for(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
