@@ -27,13 +27,13 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, interpreted, which its decorators decide, and without a launch that ends early to wait for."""
     if not is_ready():
         pytest.skip("needs Triton's interpreter")
+    # Before the interpreter is chosen, which has no Gluon.
+    importlib.import_module("tilestream.backends.hopper.plan")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delitem(sys.modules, "tilestream.backends.hopper.exact", raising=False)
     module = importlib.import_module("tilestream.backends.hopper.exact")
     monkeypatch.setattr(module, "gdc_wait", lambda: None)
-    yield module
-    # Compiled again for whoever imports it next.
-    sys.modules.pop("tilestream.backends.hopper.exact", None)
+    return module
 
 
 def _inputs() -> tuple[list[Tensor], Tensor]:
