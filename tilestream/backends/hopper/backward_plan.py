@@ -29,11 +29,10 @@ from tilestream.backends.hopper.backward_call import (
 from tilestream.backends.hopper.backward_wide import backward_wide_kernel
 from tilestream.backends.hopper.call import readable
 from tilestream.backends.hopper.dq_sums import dq_kernel
-from tilestream.backends.hopper.exact import exact_dq_kernel
+from tilestream.backends.hopper.exact import EXACT_CONFIG, exact_dq_kernel
 from tilestream.backends.hopper.gluon_names import GluonASTSource, gl
 from tilestream.backends.hopper.plan import (
     DTYPES,
-    EXACT_CONFIG,
     OPTIONS,
     SHORT_NAMES,
     TARGET,

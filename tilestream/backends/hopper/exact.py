@@ -14,11 +14,14 @@ from triton.language.extra.cuda import gdc_wait
 
 from tilestream.backends.triton.backward import query_program
 from tilestream.backends.triton.careful import FLAGS, first_of, num_rounds
+from tilestream.backends.triton.configs import Config
 from tilestream.backends.triton.forward import exact_program
 from tilestream.backends.triton.tiles import locate, numbers_at, tile_index
 
-__all__ = ["exact_dq_kernel", "exact_rows_kernel"]
+__all__ = ["EXACT_CONFIG", "exact_dq_kernel", "exact_rows_kernel"]
 
+# Small, so that nothing is in local memory, and compiled soon.
+EXACT_CONFIG = Config(32, 16, 8, 1)
 # At most, before the flags of rows.
 _FLAGGERS = tl.constexpr(1024)
 

@@ -35,11 +35,10 @@ from tilestream.backends.hopper.call import (
     readable_bias,
     tma_strides,
 )
-from tilestream.backends.hopper.exact import exact_rows_kernel
+from tilestream.backends.hopper.exact import EXACT_CONFIG, exact_rows_kernel
 from tilestream.backends.hopper.forward import forward_kernel
 from tilestream.backends.hopper.gluon_names import GluonASTSource, gl
 from tilestream.backends.triton.call import Tensors, contiguous_strides, shapes_of
-from tilestream.backends.triton.configs import Config as TritonConfig
 from tilestream.backends.triton.launch import POINTERS, Step, allocator, launch, load
 from tilestream.backends.triton.plan import (
     Builder,
@@ -56,7 +55,6 @@ from tilestream.state import AttentionOutput
 
 __all__ = [
     "DTYPES",
-    "EXACT_CONFIG",
     "OPTIONS",
     "SHORT_NAMES",
     "TARGET",
@@ -71,8 +69,6 @@ __all__ = [
 ]
 
 TARGET = GPUTarget("cuda", 90, 32)
-# Of exact kernels for flagged rows: small, so that nothing is in local memory, and compiled soon.
-EXACT_CONFIG = TritonConfig(32, 16, 8, 1)
 # Of the first consumer; the others and the producer have their own.
 OPTIONS = {"num_warps": 4}
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
