@@ -27,13 +27,13 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, interpreted, which its decorators decide, and without a launch that ends early to wait for."""
     if not is_ready():
         pytest.skip("needs Triton's interpreter")
-    # Before the interpreter is chosen, which has no Gluon.
-    importlib.import_module("tilestream.backends.hopper.plan")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delitem(sys.modules, "tilestream.backends.hopper.exact", raising=False)
     module = importlib.import_module("tilestream.backends.hopper.exact")
     monkeypatch.setattr(module, "gdc_wait", lambda: None)
-    return module
+    yield module
+    # Not interpreted for whoever imports it next.
+    sys.modules.pop("tilestream.backends.hopper.exact", None)
 
 
 def _inputs() -> tuple[list[Tensor], Tensor]:
@@ -47,9 +47,8 @@ def _inputs() -> tuple[list[Tensor], Tensor]:
     return leaves, torch.randn(leaves[0].shape, generator=generator).half()
 
 
-def _run(kernel: Any, num_flaggers: int, name: str) -> tuple[Tensor, Tensor]:
+def _run(kernel: Any, config: Any, num_flaggers: int, name: str) -> tuple[Tensor, Tensor]:
     """(what the kernel leaves of out or dq, what is right)."""
-    from tilestream.backends.hopper.plan import EXACT_CONFIG
     from tilestream.backends.triton import plan
     from tilestream.backends.triton.call import Tensors, contiguous_strides, shapes_of
 
@@ -63,7 +62,7 @@ def _run(kernel: Any, num_flaggers: int, name: str) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     strides = tuple(contiguous_strides(shapes_of(problem)[operand]) for operand in ("q", "k", "v", "out", "dout"))
     build = plan.Builder(problem, plan.How(torch.device("cpu"), "ieee", True, strides))
-    step = build.row_step(kernel, EXACT_CONFIG, sizes={"num_flaggers": num_flaggers})
+    step = build.row_step(kernel, config, sizes={"num_flaggers": num_flaggers})
     flags = torch.zeros(2, 2 * _GROUP, _SEQLEN_Q, dtype=torch.int32)
     for batch, query, head in _FLAGGED:
         flags[batch, head, query] = 1
@@ -83,7 +82,7 @@ def _run(kernel: Any, num_flaggers: int, name: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize(("kernel", "num_flaggers", "name"), [("exact_rows", 5, "out"), ("exact_dq", 1, "dq")])
 def test_flagged_rows_are_computed_again(exact: Any, kernel: str, num_flaggers: int, name: str) -> None:
-    found, right = _run(getattr(exact, f"{kernel}_kernel"), num_flaggers, name)
+    found, right = _run(getattr(exact, f"{kernel}_kernel"), exact.EXACT_CONFIG, num_flaggers, name)
     wanted = torch.full_like(found, _UNTOUCHED)
     for batch, queries, heads in _TILES:
         wanted[batch, queries, heads] = right[batch, queries, heads]
