@@ -113,8 +113,13 @@ def faults(row: Row, use: dict[str, Any]) -> set[str]:
         # A kernel that runs where numbers are not finite may be slow there.
         "spills": use["spilled"] > 0 and not is_rare,
         "scalar": has_products and is_half and wgmma + mma == 0,
-        # The 16 rows of a decoding tile are too few for it.
-        "no_wgmma": has_products and is_half and row.gpu == "sm_90" and wgmma == 0 < mma and row.kind != "decode",
+        # The 16 rows of a decoding tile are too few for it, and the 32 keys of an exact one.
+        "no_wgmma": has_products
+        and is_half
+        and row.gpu == "sm_90"
+        and wgmma == 0 < mma
+        and row.kind != "decode"
+        and not is_rare,
         "serial": wgmma > 0 and 2 * use["waits"] >= wgmma and not is_rare,
     }
     return {fault for fault, is_there in found.items() if is_there}
