@@ -5,12 +5,10 @@ Usage: python hopper_backward_compile_worker.py FILE, with a JSON list of rows, 
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import triton
+from compile_rows import answer
 from hopper_compile_worker import TARGET, problem_of, spills_in_loops
 from triton_compile_worker import nvidia_code, nvidia_uses
 
@@ -38,9 +36,4 @@ def compiled(**row: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for row in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
-        try:
-            answer = compiled(**row)
-        except Exception as error:  # of the compiler: the failure of this row, and of no other
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+    answer(compiled)

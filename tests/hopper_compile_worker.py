@@ -5,14 +5,12 @@ Usage: python hopper_compile_worker.py FILE, with a JSON list of rows, each answ
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from compile_rows import answer
 from triton.backends.compiler import GPUTarget
 from triton_compile_worker import nvidia_code, nvidia_uses
 
@@ -75,9 +73,4 @@ def spills_in_loops(code: str) -> int:
 
 
 if __name__ == "__main__":
-    for row in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
-        try:
-            answer = compiled(**row)
-        except Exception as error:  # of the compiler: the failure of this row, and of no other
-            answer = [{"error": f"{type(error).__name__}: {error}"}]
-        print(json.dumps(answer), flush=True)
+    answer(compiled, failed=lambda error: [error])

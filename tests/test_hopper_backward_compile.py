@@ -6,15 +6,13 @@ import dataclasses
 import importlib
 import importlib.util
 import itertools
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from compile_rows import ask
 from interpreter import is_ready
 
 from tilestream.backends import hopper
@@ -55,15 +53,7 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> dict[Row, dict[str, Any]]:
     """What every row uses."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton")
-    path = tmp_path_factory.mktemp("rows") / "rows.json"
-    path.write_text(json.dumps([row._asdict() for row in ROWS]), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(_WORKER.parent.parent), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, _WORKER, path], env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(zip(ROWS, map(json.loads, done.stdout.splitlines()), strict=True))
+    return ask(_WORKER, ROWS, tmp_path_factory.mktemp("rows") / "rows.json")
 
 
 @pytest.mark.slow

@@ -8,9 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
-import json
-import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from compile_rows import ask
 
 from tilestream.backends import hopper
 from tilestream.backends.hopper.call import block_of, packed_layout, readable, readable_bias, tma_strides
@@ -97,20 +95,8 @@ def _all_uses(rows: list[Row], folder: Path, packages: list[str]) -> _Uses:
     shares = [rows[start::_NUM_WORKERS] for start in range(_NUM_WORKERS)]
     paths = [folder / f"{index}.json" for index in range(_NUM_WORKERS)]
     with ThreadPoolExecutor(_NUM_WORKERS) as workers:
-        found = list(workers.map(_compile, shares, paths, [packages] * _NUM_WORKERS))
+        found = list(workers.map(ask, [_WORKER] * _NUM_WORKERS, shares, paths, [packages] * _NUM_WORKERS))
     return {row: use for share in found for row, use in share.items()}
-
-
-def _compile(rows: list[Row], path: Path, packages: list[str]) -> _Uses:
-    path.write_text(json.dumps([row._asdict() for row in rows]), encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([*packages, str(_WORKER.parent.parent)])
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, _WORKER, path], env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(zip(rows, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.slow

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from compile_rows import ask
 
 _WORKER = Path(__file__).with_name("triton_compile_worker.py")
 _NUM_WORKERS = 2
@@ -89,18 +86,12 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> dict[Row, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("rows")
     shares = [ROWS[start::_NUM_WORKERS] for start in range(_NUM_WORKERS)]
     with ThreadPoolExecutor(_NUM_WORKERS) as workers:
-        found = list(workers.map(_compile, shares, [folder / f"{index}.json" for index in range(_NUM_WORKERS)]))
+        found = list(
+            workers.map(
+                ask, [_WORKER] * _NUM_WORKERS, shares, [folder / f"{index}.json" for index in range(_NUM_WORKERS)]
+            )
+        )
     return {row: use for share in found for row, use in share.items()}
-
-
-def _compile(rows: list[Row], path: Path) -> dict[Row, dict[str, Any]]:
-    path.write_text(json.dumps([row._asdict() for row in rows]), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(_WORKER.parent.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, _WORKER, path], env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(zip(rows, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 def faults(row: Row, use: dict[str, Any]) -> set[str]:

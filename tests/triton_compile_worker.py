@@ -6,16 +6,15 @@ the binary of that kernel uses.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from compile_rows import answer
 from triton.backends.compiler import GPUTarget
 from triton_hows import hows
 
@@ -117,9 +116,4 @@ def _amd_uses(code: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for row in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
-        try:
-            answer = compiled(**row)
-        except Exception as error:  # of the compiler: the failure of this row, and of no other
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+    answer(compiled)

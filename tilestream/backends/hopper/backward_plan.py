@@ -37,13 +37,15 @@ from tilestream.backends.hopper.plan import (
     SHORT_NAMES,
     TARGET,
     Descriptor,
+    launch_kernel,
     layout_for,
+    load_kernels,
     unit_counter,
 )
 from tilestream.backends.triton.backward import exact_key_kernel
 from tilestream.backends.triton.call import Tensors, contiguous_strides, rows_in_place, shapes_of
 from tilestream.backends.triton.configs import Config
-from tilestream.backends.triton.launch import Step, allocator, launch, load
+from tilestream.backends.triton.launch import Step, allocator, launch
 from tilestream.backends.triton.plan import (
     Builder,
     How,
@@ -155,23 +157,13 @@ class BackwardPlan:
         padded: list[Any] = [tensors.row_lse, tensors.row_delta]
         descriptors += [Descriptor(x, (self._num_padded,), (1,)) for x in padded]
         others = BackwardOthers(sums, key_flags, unit_counter(self._device, stream))
-        kernel, hooks = self._compiled, triton.knobs.runtime
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            kernel[(self._num_programs, 1, 1)](*descriptors, others, self.numbers, self.facts)
-        else:
-            # What `kernel[grid](...)` does where nobody listens.
-            pointers = BackwardOthers(*[None if x is None else x.data_ptr() for x in others])
-            kernel.run(
-                self._num_programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None,
-                *descriptors, pointers, self.numbers, self.facts,
-            )  # fmt: skip
+        launch_kernel(self._compiled, self._num_programs, stream, descriptors, others, self.numbers, self.facts)
 
     def _load(self) -> None:
         """Compile all that calls like this one need, side by side."""
         key = self.facts, self.problem.dtype, self._device
-        jobs = {} if key in _COMPILED else {key: functools.partial(_compile, *key[:2])}
-        _COMPILED.update(load([*self._before, *self._after, *self._exact_key], self._device, jobs))
-        self._compiled = _COMPILED[key]
+        steps = [*self._before, *self._after, *self._exact_key]
+        self._compiled = load_kernels(steps, self._device, {key: functools.partial(_compile, *key[:2])})[key]
 
 
 def _steps(problem: Problem, how: How, flags: bool) -> tuple[list[Step], list[Step], list[Step]]:
@@ -193,9 +185,6 @@ def _steps(problem: Problem, how: How, flags: bool) -> tuple[list[Step], list[St
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem, how: How) -> BackwardPlan:
     return BackwardPlan(problem, how)
-
-
-_COMPILED: dict[Any, Any] = {}
 
 
 def _compile(facts: BackwardFacts, dtype: torch.dtype) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -61,7 +61,9 @@ __all__ = [
     "Descriptor",
     "Plan",
     "forward",
+    "launch_kernel",
     "layout_for",
+    "load_kernels",
     "num_compiled",
     "prepare",
     "source",
@@ -162,16 +164,7 @@ class Plan:
         query, key, value, bias, slopes, sinks, _seed, cu_seqlens_q, cu_seqlens_k = inputs
         descriptors = [Descriptor(x, *y) for x, y in zip((query, key, value, out), self._layouts, strict=True)]
         others = Others(lse, flags, counter, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k)
-        kernel, hooks = self._compiled, triton.knobs.runtime
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            kernel[(self._num_programs, 1, 1)](*descriptors, others, self.numbers, self.facts)
-        else:
-            # What `kernel[grid](...)` does where nobody listens.
-            pointers = tuple([None if x is None else x.data_ptr() for x in others])
-            kernel.run(
-                self._num_programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None,
-                *descriptors, pointers, self.numbers, self.facts,
-            )  # fmt: skip
+        launch_kernel(self._compiled, self._num_programs, stream, descriptors, others, self.numbers, self.facts)
         if flags is not None:
             launch(self._exact, (), Tensors(*inputs, out=out, lse=lse, flags=flags), self._device)
         return AttentionOutput(out, lse)
@@ -181,9 +174,8 @@ class Plan:
         dtype, bias_dtype = self.problem.dtype, self._how.bias_dtype or self.problem.dtype
         facts = {facts_of(self.problem, config, self._bias_step) for config in configs_for(self.problem)}
         keys = [(of, dtype, bias_dtype, self._device) for of in facts | {self.facts}]
-        jobs = {key: functools.partial(_compile, *key[:3]) for key in keys if key not in _COMPILED}
-        _COMPILED.update(load(self._exact, self._device, jobs))
-        self._compiled = _COMPILED[self.facts, dtype, bias_dtype, self._device]
+        jobs = {key: functools.partial(_compile, *key[:3]) for key in keys}
+        self._compiled = load_kernels(self._exact, self._device, jobs)[self.facts, dtype, bias_dtype, self._device]
 
 
 def _exact_step(problem: Problem, how: How, num_flaggers: int) -> Step:
@@ -228,7 +220,36 @@ def _new_counter(device: torch.device) -> Tensor:
     return counter
 
 
+def launch_kernel(
+    kernel: Any,
+    num_programs: int,
+    stream: int,
+    descriptors: Sequence[Descriptor],
+    others: Sequence[Tensor | None],
+    numbers: Any,
+    facts: Any,
+) -> None:
+    """Launch a compiled Gluon kernel with its descriptors, tensors without rows, numbers and facts."""
+    hooks = triton.knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        kernel[(num_programs, 1, 1)](*descriptors, others, numbers, facts)
+    else:
+        # What `kernel[grid](...)` does where nobody listens.
+        pointers = tuple([None if x is None else x.data_ptr() for x in others])
+        kernel.run(
+            num_programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None,
+            *descriptors, pointers, numbers, facts,
+        )  # fmt: skip
+
+
 _COMPILED: dict[Any, Any] = {}
+
+
+def load_kernels(steps: Sequence[Step], device: torch.device, jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """All Gluon kernels that are compiled, after those of `jobs` are; and the steps' kernels beside them."""
+    missing = {key: job for key, job in jobs.items() if key not in _COMPILED}
+    _COMPILED.update(load(steps, device, missing))
+    return _COMPILED
 
 
 def num_compiled() -> int:
