@@ -5,17 +5,20 @@ A `Case` is a set of facts; `tests/inputs.py` turns it into tensors.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from masks import MASKS, mask_of
 
+from tilestream.block_mask import BlockMask
 from tilestream.problem import Problem
 from tilestream.spec import AttentionSpec, Band, default_scale
 
-__all__ = ["CASES", "FEATURES", "FEW", "Case", "covering", "is_possible", "pairwise"]
+__all__ = ["CASES", "FEATURES", "FEW", "SPARSE_CASES", "SPARSE_FEATURES", "Case", "covering", "is_possible", "pairwise"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Case:
     memory: str = "head_major"  # how the inputs lie in memory; see inputs.py
     dout: str = "strided"  # or "expanded": a gradient of stride 0, as sum().backward() sends
     with_dlse: bool = True
+    mask: str | None = None  # of masks.py; makes it block-sparse attention
 
     @property
     def num_heads_q(self) -> int:
@@ -64,6 +68,14 @@ class Case:
     @property
     def band(self) -> Band:
         return Band.from_arguments(self.causal, self.window)
+
+    @property
+    def block_mask(self) -> BlockMask | None:
+        """For all of the tokens, or for the longest sequence."""
+        if self.mask is None:
+            return None
+        longest = (max((lengths[side] for lengths in self.sequences), default=self.lengths[side]) for side in (0, 1))
+        return mask_of(self.mask, *longest, max(1, len(self.sequences)), self.num_heads_q)
 
     def problem(self, device_type: str, is_backward: bool) -> Problem:
         """What `Backend.supports` is asked."""
@@ -91,6 +103,7 @@ class Case:
             shift=self.shift,
             is_backward=is_backward,
         )
+        dense = dataclasses.replace(dense, block_mask=self.block_mask)
         if self.layout == "dense":
             return dense
         return dense.packed([m for m, _ in self.sequences], [n for _, n in self.sequences])
@@ -183,7 +196,29 @@ _SHAPES = (
     Case("prime_lengths", lengths=(257, 509), batch=1, heads=(1, 3), widths=(64, 40), softcap=8.0, causal=True),
 )  # fmt: skip
 
+# Block-sparse attention: the masks against everything, with fewer values of what has no part in masks.
+SPARSE_FEATURES: dict[str, tuple[Any, ...]] = {
+    **FEATURES,
+    "mask": MASKS,
+    "lengths": ((65, 127), (127, 63), (1, 100), (100, 1), (63, 0), (0, 65), (257, 64), (130, 300)),
+    "widths": ((64, 64), (40, 24), (1, 7)),
+    "window": (None, (17, 5), (0, 64)),
+    "scale": (None, -0.3),
+    "softcap": (0.0, 3.0),
+    "bias": (None, "bhmn", "1h1n", "b1m1"),
+    "memory": ("head_major", "strided_last", "padded_tokens"),
+}
+
 CASES = [Case(f"pair{number:03d}", **row) for number, row in enumerate(pairwise(FEATURES))] + list(_SHAPES)
+
+
+SPARSE_CASES = [Case(f"sparse{number:03d}", **row) for number, row in enumerate(pairwise(SPARSE_FEATURES))] + [
+    Case("sparse_no_batch", batch=0, mask="butterfly"),
+    Case("sparse_no_sequences", layout="varlen", batch=0, mask="window"),
+    Case("sparse_long", dtype=torch.bfloat16, lengths=(1000, 1000), batch=1, heads=(1, 2), mask="bigbird", causal=True),
+    Case("sparse_long_v1", dtype=torch.float16, lengths=(1000, 1000), batch=2, heads=(2, 1), mask="v1"),
+    Case("sparse_large_blocks", lengths=(1000, 600), batch=1, heads=(1, 2), mask="large_blocks", causal=True),
+]
 
 
 def covering(cases: Sequence[Case], features: Mapping[str, Sequence[Any]], num_pairs: int) -> list[Case]:

@@ -48,7 +48,8 @@ class CaseInputs:
         return self._result(self.leaves, backend)
 
     def _result(self, leaves: dict[str, Tensor], backend: str) -> AttentionOutput:
-        call = tilestream.attention_with_lse if self.cu_seqlens is None else tilestream.attention_varlen_with_lse
+        name = "attention_with_lse" if self.cu_seqlens is None else "attention_varlen_with_lse"
+        call = getattr(tilestream, name if self.case.mask is None else f"block_sparse_{name}")
         deterministic = {"deterministic": True} if self.case.deterministic else {}
         return self._call(call, leaves, backend=backend, **deterministic)
 
@@ -189,7 +190,8 @@ def make_inputs(case: Case, device: torch.device, unseen: float = _NAN) -> CaseI
 def _arguments(case: Case) -> dict[str, Any]:
     """The plain keyword arguments that differ from their defaults."""
     names = ("causal", "window", "scale", "softcap", "dropout_p", "shift")
-    return {name: getattr(case, name) for name in names if getattr(case, name) != getattr(Case, name)}
+    given = {name: getattr(case, name) for name in names if getattr(case, name) != getattr(Case, name)}
+    return given if case.mask is None else {**given, "block_mask": case.block_mask}
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
@@ -248,9 +250,12 @@ def visible_mask(case: Case, seqlen_q: int, seqlen_k: int) -> Tensor:
 def _poison_unseen(case: Case, operands: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, unseen: float) -> None:
     """`unseen` into keys and values that no query sees and into bias that no pair reads, NaN into stray tokens."""
     is_read = None if bias is None else torch.zeros(bias.shape, dtype=torch.bool)
+    shown = None if case.block_mask is None else case.block_mask.to_dense()
     start_k = 0
     for b, (seqlen_q, seqlen_k) in enumerate(case.sequences):
         pairs = visible_mask(case, seqlen_q, seqlen_k).expand(case.num_heads_q, -1, -1)
+        if shown is not None:
+            pairs = pairs & shown[b if shown.shape[0] > 1 else 0, :, :seqlen_q, :seqlen_k]
         if bias is not None and is_read is not None:
             corner = _corner(bias, b, seqlen_q, seqlen_k)
             _corner(is_read, b, seqlen_q, seqlen_k).logical_or_(_reduce_to(pairs, corner.shape))

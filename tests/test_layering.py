@@ -35,6 +35,7 @@ LAYERS = {
     "tilestream.dispatch": "L3",
     "tilestream.ops": "L3",
     "tilestream.api": "L4",
+    "tilestream.block_sparse": "L4",
     "tilestream.serving": "L4",
     "tilestream.distributed": "L4",
     "tilestream.integrations": "L5",

@@ -1,6 +1,13 @@
 """Exact softmax attention that never stores the score matrix."""
 
 from tilestream.api import attention, attention_varlen, attention_varlen_with_lse, attention_with_lse
+from tilestream.block_mask import BlockMask
+from tilestream.block_sparse import (
+    block_sparse_attention,
+    block_sparse_attention_varlen,
+    block_sparse_attention_varlen_with_lse,
+    block_sparse_attention_with_lse,
+)
 from tilestream.dispatch import explain
 from tilestream.errors import (
     ArgumentError,
@@ -17,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "AttentionOutput",
+    "BlockMask",
     "DeviceError",
     "DtypeError",
     "ShapeError",
@@ -27,6 +35,10 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_with_lse",
     "attention_with_lse",
+    "block_sparse_attention",
+    "block_sparse_attention_varlen",
+    "block_sparse_attention_varlen_with_lse",
+    "block_sparse_attention_with_lse",
     "explain",
     "merge",
 ]

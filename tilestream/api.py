@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilestream import ops
+from tilestream.block_mask import BlockMask
 from tilestream.errors import ArgumentError, DtypeError
 from tilestream.problem import (
     IS_DEBUGGING,
@@ -98,8 +99,8 @@ def attention(
         >>> tilestream.attention(query, key, value, causal=True).shape
         torch.Size([2, 128, 8, 64])
     """
-    options = _Options(causal, window, scale, softcap, dropout_p, seed, deterministic, backend, shift)
-    return _attend(AttentionInputs(query, key, value, bias, alibi_slopes, sinks), options, _check_dense).out
+    options = Options(causal, window, scale, softcap, dropout_p, seed, deterministic, backend, shift)
+    return attend(AttentionInputs(query, key, value, bias, alibi_slopes, sinks), options, check_dense).out
 
 
 def attention_with_lse(
@@ -138,8 +139,8 @@ def attention_with_lse(
         >>> tilestream.attention_with_lse(query, key, value).lse.shape
         torch.Size([1, 4, 16])
     """
-    options = _Options(causal, window, scale, softcap, dropout_p, seed, deterministic, backend, shift)
-    return _attend(AttentionInputs(query, key, value, bias, alibi_slopes, sinks), options, _check_dense)
+    options = Options(causal, window, scale, softcap, dropout_p, seed, deterministic, backend, shift)
+    return attend(AttentionInputs(query, key, value, bias, alibi_slopes, sinks), options, check_dense)
 
 
 def attention_varlen(
@@ -196,11 +197,11 @@ def attention_varlen(
         >>> tilestream.attention_varlen(packed, packed, packed, cu_seqlens, cu_seqlens, causal=True).shape
         torch.Size([7, 2, 16])
     """
-    options = _Options(
+    options = Options(
         causal, window, scale, softcap, dropout_p, seed, deterministic, backend, None, max_seqlen_q, max_seqlen_k
     )
     inputs = AttentionInputs(query, key, value, bias, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k)
-    return _attend(inputs, options, _check_varlen).out
+    return attend(inputs, options, check_varlen).out
 
 
 def attention_varlen_with_lse(
@@ -242,15 +243,15 @@ def attention_varlen_with_lse(
         >>> tilestream.attention_varlen_with_lse(packed, packed, packed, cu_seqlens, cu_seqlens).lse.shape
         torch.Size([2, 7])
     """
-    options = _Options(
+    options = Options(
         causal, window, scale, softcap, dropout_p, seed, deterministic, backend, None, max_seqlen_q, max_seqlen_k
     )
     inputs = AttentionInputs(query, key, value, bias, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k)
-    return _attend(inputs, options, _check_varlen)
+    return attend(inputs, options, check_varlen)
 
 
-class _Options(NamedTuple):
-    """Every argument that is not among the inputs."""
+class Options(NamedTuple):
+    """Every argument that is not among the inputs; `block_mask` is no argument of the functions here."""
 
     causal: bool
     window: Window
@@ -263,6 +264,7 @@ class _Options(NamedTuple):
     shift: int | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    block_mask: BlockMask | None = None
 
 
 # Calls that have passed every check: checking one again takes longer than attention over a few tokens.
@@ -270,9 +272,10 @@ _KNOWN: dict[tuple[Any, ...], ops.Known] = {}
 _MAX_KNOWN = 1024
 
 
-def _attend(
-    inputs: AttentionInputs, options: _Options, check: Callable[[AttentionInputs, _Options], AttentionInputs]
+def attend(
+    inputs: AttentionInputs, options: Options, check: Callable[[AttentionInputs, Options], AttentionInputs]
 ) -> AttentionOutput:
+    """Validate a call by `check` and run it; what has passed once is not checked again."""
     try:
         signature = _signature(inputs, options)
         known = None if signature is None else _KNOWN.get((check, signature))
@@ -290,7 +293,7 @@ def _attend(
     return output
 
 
-def _signature(inputs: AttentionInputs, options: _Options) -> tuple[Any, ...] | None:
+def _signature(inputs: AttentionInputs, options: Options) -> tuple[Any, ...] | None:
     """All that the checks and the backends look at; None for a call that must be looked at every time."""
     query, slopes = inputs.query, inputs.alibi_slopes
     # Not `_has_autocast`: the name of a device takes 0.7 us.
@@ -301,7 +304,8 @@ def _signature(inputs: AttentionInputs, options: _Options) -> tuple[Any, ...] | 
         return None
     if inputs.cu_seqlens_q is not None and (IS_DEBUGGING or not query.is_cuda):
         return None
-    if slopes is not None and slopes.requires_grad:
+    # Masks are not kept alive by what is remembered of calls.
+    if options.block_mask is not None or (slopes is not None and slopes.requires_grad):
         return None
     window = options.window
     return (
@@ -314,14 +318,16 @@ def _signature(inputs: AttentionInputs, options: _Options) -> tuple[Any, ...] | 
     )
 
 
-def _check_dense(inputs: AttentionInputs, options: _Options) -> AttentionInputs:
+def check_dense(inputs: AttentionInputs, options: Options) -> AttentionInputs:
+    """The inputs of a dense call, ready for the operator."""
     check_types(inputs, is_varlen=False)
     inputs = _prepare(inputs, options)
     check_tensors(inputs)
     return inputs
 
 
-def _check_varlen(inputs: AttentionInputs, options: _Options) -> AttentionInputs:
+def check_varlen(inputs: AttentionInputs, options: Options) -> AttentionInputs:
+    """The inputs of a packed call, ready for the operator."""
     check_types(inputs, is_varlen=True)
     inputs = _prepare(inputs, options)
     limits = options.max_seqlen_q, options.max_seqlen_k
@@ -333,7 +339,7 @@ def _check_varlen(inputs: AttentionInputs, options: _Options) -> AttentionInputs
     return inputs
 
 
-def _prepare(inputs: AttentionInputs, options: _Options) -> AttentionInputs:
+def _prepare(inputs: AttentionInputs, options: Options) -> AttentionInputs:
     """Check the plain arguments, apply autocast, and turn a given seed into a tensor."""
     check_arguments(
         causal=options.causal,
@@ -355,7 +361,7 @@ def _prepare(inputs: AttentionInputs, options: _Options) -> AttentionInputs:
     return inputs
 
 
-def _draw_seed(inputs: AttentionInputs, options: _Options) -> AttentionInputs:
+def _draw_seed(inputs: AttentionInputs, options: Options) -> AttentionInputs:
     """A seed from torch's generator where dropout needs one; last, so that a refused call draws nothing."""
     if options.dropout_p == 0 or inputs.seed is not None:
         return inputs
@@ -389,7 +395,7 @@ def _seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
     return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
-def _numbers(inputs: AttentionInputs, options: _Options) -> ops.Numbers:
+def _numbers(inputs: AttentionInputs, options: Options) -> ops.Numbers:
     left, right = band_limits(options.causal, options.window)
     shift = options.shift
     if shift is None and not inputs.is_varlen:
@@ -405,6 +411,7 @@ def _numbers(inputs: AttentionInputs, options: _Options) -> ops.Numbers:
         dropout_p=float(options.dropout_p),
         deterministic=options.deterministic or torch.are_deterministic_algorithms_enabled(),
         backend=options.backend,
+        block_mask=None if options.block_mask is None else options.block_mask.handle,
     )
 
 

@@ -7,6 +7,7 @@ operator returns tensors only. The backward chooses its backend anew: (out, lse)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilestream import dispatch
+from tilestream.block_mask import BlockMask
 from tilestream.errors import UnsupportedError
 from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.spec import AttentionSpec, Band
@@ -49,9 +51,14 @@ class Numbers(NamedTuple):
     dropout_p: float
     deterministic: bool
     backend: str | None
+    block_mask: int | None = None  # a handle, because an operator takes no other objects
 
     def problem(self, inputs: AttentionInputs, *, is_backward: bool = False) -> Problem:
         """The problem that these numbers and tensors are."""
+        if self.block_mask is not None:
+            # Not remembered with its mask, which may be large.
+            plain = self._replace(block_mask=None).problem(inputs, is_backward=is_backward)
+            return dataclasses.replace(plain, block_mask=BlockMask.from_handle(self.block_mask))
         query, key, value, *_ = inputs
         has = (inputs.bias is not None, inputs.alibi_slopes is not None, inputs.sinks is not None)
         if inputs.cu_seqlens_q is None:
@@ -111,7 +118,7 @@ def _dense_problem(
 
 _NUMBERS = (
     "SymInt? left, SymInt? right, SymInt? shift, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float scale, "
-    "float softcap, float dropout_p, bool deterministic, str? backend"
+    "float softcap, float dropout_p, bool deterministic, str? backend, SymInt? block_mask"
 )
 
 
@@ -231,6 +238,9 @@ def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], numbers: tuple[Any, ...]) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.numbers = numbers
+    handle = numbers[-1]
+    # The backward needs the mask, whatever the caller does with it. A traced graph cannot hold it.
+    ctx.block_mask = BlockMask.from_handle(handle) if isinstance(handle, int) else None
     # A gradient of lse that nobody asked for stays None, which spares reading zeros.
     ctx.set_materialize_grads(False)
 
@@ -297,6 +307,8 @@ def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     dout, dlse, *arguments = inputs
     ctx.save_for_backward(dout, dlse, *arguments[:_NUM_INPUTS])
     ctx.numbers = tuple(arguments[_NUM_INPUTS:-4])
+    handle = ctx.numbers[-1]
+    ctx.block_mask = BlockMask.from_handle(handle) if isinstance(handle, int) else None
     ctx.is_asked = (True, True, True, *arguments[-2:])
     ctx.set_materialize_grads(False)
 
@@ -375,11 +387,12 @@ def _vmap_rule(operator: Any, names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _is_foldable(given: dict[str, Any]) -> bool:
-    """A dense call in which no batch entry has anything of its own but query, key and value."""
+    """A dense call without a block mask in which no batch entry has anything of its own but query, key and value."""
     bias, slopes = given["bias"], given["alibi_slopes"]
     sums_over_batch = given.get("needs_dbias") or given.get("needs_dsinks") or "ddbias" in given
     return (
         given["cu_seqlens_q"] is None
+        and given["block_mask"] is None
         and given["dropout_p"] == 0
         and not (sums_over_batch and (bias is not None or given["sinks"] is not None))
         and (bias is None or bias.shape[0] == 1)

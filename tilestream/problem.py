@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilestream.block_mask import BlockMask
 from tilestream.errors import ArgumentError, DeviceError, DtypeError, ShapeError, describe_shapes
 from tilestream.spec import AttentionSpec, default_scale
 
@@ -102,6 +103,7 @@ class Problem:
     total_q: int = 0
     total_k: int = 0
     is_backward: bool = False
+    block_mask: BlockMask | None = None  # of block-sparse attention alone
 
     def __hash__(self) -> int:
         return self._hash

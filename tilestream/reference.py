@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilestream.block_mask import BlockMask
 from tilestream.dropout import keep_mask
 from tilestream.problem import crop_bias
 from tilestream.spec import AttentionSpec, Band, default_scale
@@ -35,12 +36,14 @@ def attention(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     shift: int | None = None,
+    block_mask: BlockMask | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> AttentionOutput:
     """`tilestream.attention_with_lse`, materialised and computed in `dtype`; differentiable by plain autograd.
 
     Args:
         query, key, value, ...: as `tilestream.attention`; unvalidated.
+        block_mask: makes it `tilestream.block_sparse_attention_with_lse`; looked at pair by pair (`to_dense`).
         dtype: every operation runs in this dtype; the result stays in it.
 
     Returns:
@@ -64,6 +67,7 @@ def attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         seed=seed,
+        shown=None if block_mask is None else block_mask.to_dense().to(query.device),
         dtype=dtype,
     )
 
@@ -82,11 +86,13 @@ def attention_rows(
     first_row: int = 0,
     first_key: int = 0,
     batch_index: Tensor | None = None,
+    shown: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> AttentionOutput:
     """The oracle on the query rows ``first_row ...`` and keys ``first_key ...`` of a larger call.
 
-    `query`, `key`, `value` and `bias` are already cut to those rows and keys; `shift` belongs to the whole call.
+    `query`, `key`, `value`, `bias` and `shown`, bool (B | 1, H | 1, M, N), are already cut to
+    those rows and keys; `shift` belongs to the whole call.
     Shapes as `attention`; `batch_index` (B,) names the batch entries for the dropout mask.
     """
     num_batch, seqlen_q, num_heads, _ = query.shape
@@ -102,6 +108,8 @@ def attention_rows(
     if spec.band.right is not None:
         visible = visible & (distance <= spec.band.right)
 
+    if shown is not None:
+        visible = visible & shown
     if bias is not None:
         visible = visible & (bias.detach() != _NEGATIVE_INFINITY)
     is_seen = visible.any(dim=-2).unsqueeze(-1)
@@ -185,6 +193,7 @@ def attention_varlen(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    block_mask: BlockMask | None = None,
 ) -> AttentionOutput:
     """`tilestream.attention_varlen_with_lse`, one materialised sequence after the other.
 
@@ -198,6 +207,7 @@ def attention_varlen(
         dropout_p=dropout_p,
     )
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    shown = None if block_mask is None else block_mask.to_dense().to(query.device)
     tail = query.shape[0] - starts_q[-1]
     outs, lses = [], []
     for b in range(len(starts_q) - 1):
@@ -215,6 +225,7 @@ def attention_varlen(
             sinks=sinks,
             seed=seed,
             batch_index=index,
+            shown=None if shown is None else crop_bias(shown, index, seqlen_q, seqlen_k),
             dtype=dtype,
         )
         outs.append(sequence.out[0])

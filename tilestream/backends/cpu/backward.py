@@ -27,11 +27,11 @@ from tilestream.problem import Gradients
 from tilestream.state import AttentionOutput, exp_, finite_or_zero, sink_gradient
 from tilestream.tiles import tile_row
 
-__all__ = ["backward"]
+__all__ = ["Keys", "Rows", "add_sink_gradient", "backward", "packed_rows", "tile_gradients"]
 
 
 @dataclass(frozen=True)
-class _Keys:
+class Keys:
     """Keys and values of one chunk and the accumulators of their gradients, (C, N, D) and (C, N, E)."""
 
     k: Tensor
@@ -41,7 +41,7 @@ class _Keys:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """One row of tiles, packed: q scaled, and lse with 0 for rows without keys; (C, G * m, D | E | 1)."""
 
     m_start: int
@@ -73,27 +73,28 @@ def backward(
     tame = is_tame((call.query, call.key), (dout, call.value), scale=call.problem.spec.scale)
     for chunk in chunks(call, block_m, block_n):
         k, v = chunk.key_rows(call.key, dtype), chunk.key_rows(call.value, dtype)
-        keys = _Keys(
+        keys = Keys(
             k, v, torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype, device=v.device)
         )
         scratch = k.new_empty(3, chunk.num_groups * block_m * chunk.group * block_n)
         dq_rows = chunk.query_rows(dq)
         for m_start in range(0, seqlen_q, block_m):
-            rows = _pack(call, chunk, m_start, min(m_start + block_m, seqlen_q), output, dout, dlse)
+            rows = packed_rows(call, chunk, m_start, min(m_start + block_m, seqlen_q), output, dout, dlse)
             for tile in tile_row(call.problem.spec.band, call.shift, rows.m_start, rows.m_end, seqlen_k, block_n):
-                _tile_gradients(ScoreTile(call, chunk, tile, tame), rows, keys, dbias, scratch)
+                tile_gradients(ScoreTile(call, chunk, tile, tame), rows, keys, dbias, scratch)
             dq_rows[..., rows.m_start : rows.m_end, :] = rows.dq_m.mul_(call.problem.spec.scale).view(
                 *dq_rows.shape[:3], -1, dq_rows.shape[-1]
             )
             if dsinks is not None:
-                _add_sink_gradient(call, chunk, rows, dsinks)
+                add_sink_gradient(call, chunk, rows, dsinks)
         _store_key_gradients(chunk, keys, dk, dv)
     return Gradients(dq, dk, dv, dbias, dsinks)
 
 
-def _pack(
+def packed_rows(
     call: DenseCall, chunk: Chunk, m_start: int, m_end: int, output: AttentionOutput, dout: Tensor, dlse: Tensor | None
-) -> _Rows:
+) -> Rows:
+    """Rows [m_start, m_end) of a chunk, with dq_m = 0."""
     dtype = compute_dtype(call.query.dtype)
 
     def pack(view: Tensor) -> Tensor:
@@ -105,10 +106,10 @@ def _pack(
         delta_m = delta_m - pack(chunk.row_numbers(dlse))
     lse_m = finite_or_zero(pack(chunk.row_numbers(output.lse)))
     dq_m = torch.zeros(q_m.shape, dtype=dtype, device=q_m.device)
-    return _Rows(m_start, m_end, q_m * call.problem.spec.scale, dout_m, lse_m, delta_m, dq_m)
+    return Rows(m_start, m_end, q_m * call.problem.spec.scale, dout_m, lse_m, delta_m, dq_m)
 
 
-def _tile_gradients(score_tile: ScoreTile, rows: _Rows, keys: _Keys, dbias: Tensor | None, scratch: Tensor) -> None:
+def tile_gradients(score_tile: ScoreTile, rows: Rows, keys: Keys, dbias: Tensor | None, scratch: Tensor) -> None:
     """Add one tile's share to dq_m, dk, dv and dbias."""
     cut = slice(score_tile.tile.n_start, score_tile.tile.n_end)
     k_n, v_n, dk_n, dv_n = keys.k[:, cut], keys.v[:, cut], keys.dk[:, cut], keys.dv[:, cut]
@@ -140,7 +141,8 @@ def _tile_gradients(score_tile: ScoreTile, rows: _Rows, keys: _Keys, dbias: Tens
     add_product(dk_n, ds_mn.transpose(1, 2), rows.q_m, seen_by_keys)
 
 
-def _add_sink_gradient(call: DenseCall, chunk: Chunk, rows: _Rows, dsinks: Tensor) -> None:
+def add_sink_gradient(call: DenseCall, chunk: Chunk, rows: Rows, dsinks: Tensor) -> None:
+    """Add the share of these rows to dsinks."""
     assert call.sinks is not None
     num_rows = rows.m_end - rows.m_start
     by_head = (chunk.num_batch, chunk.num_heads_kv * chunk.group, num_rows)
@@ -148,7 +150,7 @@ def _add_sink_gradient(call: DenseCall, chunk: Chunk, rows: _Rows, dsinks: Tenso
     dsinks[chunk.heads] += sink_gradient(sinks, rows.lse_m.view(by_head), rows.delta_m.view(by_head))
 
 
-def _store_key_gradients(chunk: Chunk, keys: _Keys, dk: Tensor, dv: Tensor) -> None:
+def _store_key_gradients(chunk: Chunk, keys: Keys, dk: Tensor, dv: Tensor) -> None:
     """(C, N, W) accumulators into (B, N, kv heads, W)."""
     for total, gradient in ((keys.dk, dk), (keys.dv, dv)):
         by_head = total.unflatten(0, (chunk.num_batch, chunk.num_heads_kv))

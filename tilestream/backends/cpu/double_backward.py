@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilestream.backends.cpu.block_tiles import in_block_mask
 from tilestream.backends.cpu.layout import Chunk, DenseCall, chunks, compute_dtype, pack_rows
 from tilestream.backends.cpu.score import ScoreTile, is_tame, per_row, product
 from tilestream.problem import DoubleGradients
@@ -83,7 +84,7 @@ def double_backward(call: DenseCall, dout: Tensor, dlse: Tensor, cotangents: Cot
             n_start, n_end = key_span(call.problem.spec.band, call.shift, m_start, m_end, seqlen_k)
             kind = classify(call.problem.spec.band, call.shift, m_start, m_end, n_start, n_end)
             score_tile = ScoreTile(call, chunk, Tile(m_start, m_end, n_start, n_end, kind), tame)
-            _block_gradients(score_tile, keys, dout, dlse, cotangents, totals)
+            _block_gradients(in_block_mask(score_tile), keys, dout, dlse, cotangents, totals)
         for source, target in ((keys.grad_k, totals.key), (keys.grad_v, totals.value)):
             by_head = source.unflatten(0, (chunk.num_batch, chunk.num_heads_kv))
             target[chunk.batch, :, chunk.kv_heads] = by_head.transpose(1, 2)

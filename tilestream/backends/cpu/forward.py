@@ -4,7 +4,7 @@ Computes   out = softmax(score(q, k)) v  and  lse.
 Algorithm  FlashAttention-2, algorithm 1 (arXiv:2307.08691), as in teaching.py: the tile loop is Python, each step is
            one batched PyTorch operation over the groups of a chunk.
 Schedule   chunks of (batch, KV head) groups; in each, tiles of queries; in each, tiles of keys from left to right.
-           EMPTY tiles are never loaded, PARTIAL ones masked.
+           EMPTY tiles are never loaded, PARTIAL ones masked; with a block mask the same loop runs over its lists.
 Traffic    reads Q once, K and V once per visited (query tile, key tile); writes out and lse once.
            Not counted: one more look at each input for its largest magnitude.   formula: io.model.tiled_bytes
 On chip    a tile of scores (256 packed rows x 512 keys per group) and the state; the caches hold them.
@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilestream.backends.cpu.block_tiles import row_tiles, rows_of
 from tilestream.backends.cpu.layout import Chunk, DenseCall, chunks, compute_dtype, pack_rows, tile_shape
 from tilestream.backends.cpu.score import ScoreTile, add_product, is_tame, per_row
 from tilestream.state import AttentionOutput, SoftmaxState
-from tilestream.tiles import tile_row
 
 __all__ = ["forward", "scaled_dot_products"]
 
@@ -38,12 +38,11 @@ def forward(call: DenseCall) -> AttentionOutput:
         q, k, v = chunk.query_rows(call.query), chunk.key_rows(call.key, dtype), chunk.key_rows(call.value, dtype)
         out_rows, lse_rows = chunk.query_rows(out), chunk.row_numbers(lse)
         scratch = k.new_empty(chunk.num_groups * block_m * chunk.group * block_n)
-        for m_start in range(0, seqlen_q, block_m):
-            m_end = min(m_start + block_m, seqlen_q)
+        for m_start, m_end in rows_of(call, block_m):
             q_m = pack_rows(q, m_start, m_end, dtype) * call.problem.spec.scale
             state = _initial_state(call, chunk, m_end - m_start, v)
-            for tile in tile_row(call.problem.spec.band, call.shift, m_start, m_end, k.shape[1], block_n):
-                _attend(ScoreTile(call, chunk, tile, tame), q_m, k, v, state, scratch)
+            for score_tile in row_tiles(call, chunk, m_start, m_end, block_n, tame):
+                _attend(score_tile, q_m, k, v, state, scratch)
             finished = state.finalize()
             out_rows[..., m_start:m_end, :] = finished.out.view(*out_rows.shape[:3], -1, out_rows.shape[-1])
             lse_rows[..., m_start:m_end, :] = finished.lse.view(*lse_rows.shape[:3], -1, 1)

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilestream.block_mask import BlockMask
 from tilestream.problem import Problem
 
-__all__ = ["Chunk", "DenseCall", "chunks", "compute_dtype", "pack_rows", "tile_shape"]
+__all__ = ["Chunk", "DenseCall", "chunks", "compute_dtype", "key_walk_shape", "pack_rows", "tile_shape"]
 
 # One tile of scores per group: small enough for a core's second-level cache (512 KiB in float32), large enough that
 # the dozen PyTorch calls of a tile cost little beside its products.
 _TILE_ROWS = 256
-_TILE_ELEMENTS = _TILE_ROWS * 512
+_TILE_KEYS = 512
+_TILE_ELEMENTS = _TILE_ROWS * _TILE_KEYS
 # All tiles of a chunk together: more groups at once are more parallel work, until they leave the shared cache.
 _CHUNK_ELEMENTS = 8 * _TILE_ELEMENTS
 # A batch entry with this many key elements is worth a chunk of its own, because it can then be read in place.
@@ -49,10 +51,13 @@ class Chunk:
     batch: slice
     kv_heads: slice
     group: int
+    head: int | None = None  # the only query head, where each has a block mask of its own; then `group` is 1
 
     @property
     def heads(self) -> slice:
         """The query heads of the chunk."""
+        if self.head is not None:
+            return slice(self.head, self.head + 1)
         return slice(self.kv_heads.start * self.group, self.kv_heads.stop * self.group)
 
     @property
@@ -92,15 +97,28 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def tile_shape(problem: Problem, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """(block_m, block_n): `_TILE_ROWS` packed rows and `_TILE_ELEMENTS` scores, wider where rows are few."""
-    block_m = max(1, min(seqlen_q, _TILE_ROWS // problem.group))
+    mask = problem.block_mask
+    most = seqlen_q if mask is None else min(seqlen_q, mask.block_size[0])
+    block_m = max(1, min(most, _TILE_ROWS // problem.group))
     block_n = max(1, min(seqlen_k, _TILE_ELEMENTS // (block_m * problem.group)))
+    return block_m, block_n
+
+
+def key_walk_shape(problem: Problem, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """(block_m, block_n) of a backward along the columns of a block mask: blocks side by side are one tile."""
+    assert problem.block_mask is not None
+    block_n = max(1, min(seqlen_k, problem.block_mask.block_size[1], _TILE_KEYS))
+    block_m = max(1, min(seqlen_q, _TILE_ELEMENTS // (block_n * problem.group)))
     return block_m, block_n
 
 
 def chunks(call: DenseCall, block_m: int, block_n: int) -> Iterator[Chunk]:
     """Cut (batch, kv heads) into chunks whose score tiles fit the cache together but keep all threads busy."""
     num_batch, seqlen_k, num_heads_kv, head_dim = call.key.shape
-    group = call.problem.group
+    group, mask = call.problem.group, call.problem.block_mask
+    if mask is not None and mask.planes != (1, 1):
+        yield from _plane_chunks(call, mask)
+        return
     wanted = max(torch.get_num_threads(), _CHUNK_ELEMENTS // (group * block_m * block_n))
     batch_step = max(1, wanted // num_heads_kv)
     if seqlen_k * num_heads_kv * head_dim >= _IN_PLACE_ELEMENTS:
@@ -109,6 +127,19 @@ def chunks(call: DenseCall, block_m: int, block_n: int) -> Iterator[Chunk]:
     for b in range(0, num_batch, batch_step):
         for h in range(0, num_heads_kv, head_step):
             yield Chunk(slice(b, min(b + batch_step, num_batch)), slice(h, min(h + head_step, num_heads_kv)), group)
+
+
+def _plane_chunks(call: DenseCall, mask: BlockMask) -> Iterator[Chunk]:
+    """One plane of a block mask at a time."""
+    num_batch, _, num_heads_kv, _ = call.key.shape
+    group = call.problem.group
+    entries = [slice(b, b + 1) for b in range(num_batch)] if mask.batch > 1 else [slice(0, num_batch)]
+    for batch in entries:
+        if mask.num_heads == 1:
+            yield Chunk(batch, slice(0, num_heads_kv), group)
+            continue
+        for head in range(num_heads_kv * group):
+            yield Chunk(batch, slice(head // group, head // group + 1), 1, head)
 
 
 def pack_rows(rows: Tensor, m_start: int, m_end: int, dtype: torch.dtype) -> Tensor:

@@ -28,6 +28,8 @@ class ScoreTile:
     tile: Tile
     # False where products may be NaN or infinite, which must not reach a row through a key it cannot see.
     is_tame: bool
+    # bool (m, n): what a PARTIAL block hides.
+    hidden: Tensor | None = None
 
     def forward(self, s_mn: Tensor) -> Tensor:
         """Turn scaled dot products into masked scores, in place."""
@@ -44,6 +46,8 @@ class ScoreTile:
             self.by_position(s_mn).addcmul_(slopes, self._distance().abs().to(s_mn.dtype), value=-1)
         if self.tile.kind is TileKind.PARTIAL:
             self.by_position(s_mn).masked_fill_(self._hidden(), -_INFINITY)
+        if self.hidden is not None:
+            self.by_position(s_mn).masked_fill_(self.hidden, -_INFINITY)
         return s_mn
 
     def backward(self, ds_mn: Tensor, raw_mn: Tensor | None, dbias: Tensor | None) -> Tensor:

@@ -5,17 +5,19 @@ Shapes: T packed tokens; L sequences of one pair of lengths; M, N their query an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilestream.backends.cpu import backward as dense_backward
+from tilestream.backends.cpu import block_backward
 from tilestream.backends.cpu import forward as dense_forward
 from tilestream.backends.cpu.double_backward import Cotangents
 from tilestream.backends.cpu.double_backward import double_backward as dense_double_backward
 from tilestream.backends.cpu.layout import DenseCall, compute_dtype
+from tilestream.block_mask.checks import reach
 from tilestream.problem import AttentionInputs, DoubleGradients, Gradients, Problem, crop_bias
 from tilestream.state import AttentionOutput
 
@@ -49,11 +51,16 @@ def backward(
     if inputs.is_varlen:
         part = _packed_backward(problem, inputs, output, dout, dlse, needs_dbias, needs_dsinks)
     else:
-        part = dense_backward.backward(_dense_call(problem, inputs), output, dout, dlse, needs_dbias, needs_dsinks)
+        part = _walk(problem)(_dense_call(problem, inputs), output, dout, dlse, needs_dbias, needs_dsinks)
     return part._replace(
         dbias=None if part.dbias is None or inputs.bias is None else part.dbias.to(inputs.bias.dtype),
         dsinks=None if part.dsinks is None or inputs.sinks is None else part.dsinks.to(inputs.sinks.dtype),
     )
+
+
+def _walk(problem: Problem) -> Callable[..., Gradients]:
+    """The backward of one dense call: row tiles outside, or with a block mask key tiles."""
+    return dense_backward.backward if problem.block_mask is None else block_backward.backward
 
 
 def _packed_backward(
@@ -71,7 +78,7 @@ def _packed_backward(
     dsinks = torch.zeros_like(inputs.sinks, dtype=dtype) if needs_dsinks and inputs.sinks is not None else None
     for sequences in _batches(problem, inputs):
         rows, keys = sequences.rows, sequences.keys
-        part = dense_backward.backward(
+        part = _walk(problem)(
             sequences.call,
             AttentionOutput(output.out[rows], output.lse[:, rows].transpose(0, 1)),
             dout[rows],
@@ -169,6 +176,8 @@ def _batches(problem: Problem, inputs: AttentionInputs) -> Iterator[_Batch]:
         lengths = (starts_q[b + 1] - starts_q[b], starts_k[b + 1] - starts_k[b])
         groups.setdefault(lengths, []).append(b)
     for (seqlen_q, seqlen_k), members in groups.items():
+        if problem.block_mask is not None:
+            reach((problem.block_mask.seqlen_q, problem.block_mask.seqlen_k), (seqlen_q, seqlen_k))
         if seqlen_q == 0:
             continue  # no output rows, and dk and dv stay zero
         rows, keys = (

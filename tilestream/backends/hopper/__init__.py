@@ -52,6 +52,8 @@ class HopperBackend:
         reason = _device_reason(problem.device_type)
         if reason is None and triton.is_interpreted():
             return "Gluon has no interpreter"
+        if reason is None and problem.block_mask is not None:
+            return "its kernels take no block mask yet"
         if reason is None and problem.is_backward:
             return triton.BACKEND.supports(problem)
         return reason if reason is not None else problem_reason(problem, _num_processors())

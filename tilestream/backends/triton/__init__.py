@@ -42,6 +42,8 @@ class TritonBackend:
         reason = _missing_reason() if interprets else _device_reason(problem.device_type)
         if reason is not None:
             return reason
+        if problem.block_mask is not None:
+            return "its kernels take no block mask yet"
         if problem.dtype not in _DTYPES:
             return f"dtype {problem.dtype} is served by the PyTorch loop"
         if max(problem.head_dim, problem.head_dim_v) > _LARGEST_HEAD_DIM:

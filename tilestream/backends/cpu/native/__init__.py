@@ -34,6 +34,8 @@ class NativeBackend:
         """None, or why the call cannot run here."""
         if problem.device_type != "cpu":
             return f"it runs on the CPU, not on {problem.device_type}"
+        if problem.block_mask is not None:
+            return "its kernels take no block mask yet"
         if problem.dtype not in _DTYPES:
             return f"dtype {problem.dtype} is served by the PyTorch loop"
         if problem.shift is not None and abs(problem.shift) > LARGEST_SHIFT:

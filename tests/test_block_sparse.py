@@ -1,0 +1,225 @@
+"""Block-sparse attention: every mask with every feature against the oracle, and which blocks the loops touch."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from cases import SPARSE_CASES, Case
+from inputs import make_inputs
+from masks import mask_of
+from tolerance import faults, same_bits
+
+import tilestream
+from tilestream import BlockMask, DtypeError, ShapeError, UnsupportedError, dispatch, ops
+from tilestream.backends.cpu import block_backward, forward
+from tilestream.backends.cpu.score import ScoreTile
+from tilestream.tiles import TileKind
+
+# The backends with kernels for block masks; another that gains them is added here, and its cases with it.
+TAKES_MASKS = ("cpu",)
+
+
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("backend", TAKES_MASKS)
+def test_conformance(backend: str, case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, device)
+    before = inputs.fingerprint()
+    result, gradients = inputs.run(backend)
+    again, gradients_again = inputs.run(backend)
+    for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
+        assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
+    assert all(map(same_bits, result, again)), f"two runs differ: {case}"
+    for name, gradient in gradients.items():
+        assert same_bits(gradient, gradients_again[name]), f"two runs of d{name} differ: {case}"
+    found = faults(inputs, result, gradients)
+    assert not found, "\n".join([*found, str(case)])
+
+
+@pytest.mark.parametrize("name", [name for name in dispatch.BACKENDS if name not in TAKES_MASKS])
+def test_other_backends_refuse(name: str, device: torch.device) -> None:
+    case = Case("refused", mask="butterfly")
+    for is_backward in (False, True):
+        assert dispatch.backend(name).supports(case.problem(device.type, is_backward)) is not None
+    inputs = make_inputs(case, device)
+    with pytest.raises(UnsupportedError, match="cpu can"):
+        inputs.forward(name)
+
+
+def test_a_refusal_names_the_mask() -> None:
+    """A backend that would run the dense call says that it is the mask, which nothing else may hide."""
+    for case in (Case("dense"), Case("sparse", mask="butterfly")):
+        reasons = dict(dispatch.explain(case.problem("cpu", False)).reasons)
+        assert reasons["cpu"] is None
+        if case.mask is None and reasons["native"] is not None:
+            pytest.skip("needs the native kernels")
+    assert "block mask" in str(reasons["native"])
+
+
+def test_automatic_calls_are_served(device: torch.device) -> None:
+    inputs = make_inputs(Case("automatic", mask="planes"), device)
+    assert all(map(same_bits, inputs.forward("cpu"), inputs._result(inputs.leaves, None)))  # type: ignore[arg-type]
+
+
+class _Watch:
+    """Notes the tiles that the loops take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.forward: list[ScoreTile] = []
+        self.backward: list[ScoreTile] = []
+        for module, name, noted in (
+            (forward, "row_tiles", self.forward),
+            (block_backward, "column_tiles", self.backward),
+        ):
+            monkeypatch.setattr(module, name, self._watched(getattr(module, name), noted))
+
+    @staticmethod
+    def _watched(tiles: Any, noted: list[ScoreTile]) -> Any:
+        def watched(*arguments: Any) -> Any:
+            for score_tile in tiles(*arguments):
+                noted.append(score_tile)
+                yield score_tile
+
+        return watched
+
+
+@pytest.mark.parametrize("name", ["local_global", "documents", "planes", "combined", "nothing"])
+def test_tiles_are_the_kept_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EMPTY blocks are in no tile, PARTIAL ones are masked, FULL ones have no mask; forward and backward alike."""
+    mask, watch = mask_of(name, 130, 150, 2, 4), _Watch(monkeypatch)
+    query = torch.randn(2, 130, 4, 8, requires_grad=True)
+    key = torch.randn(2, 150, 2, 8, requires_grad=True)
+    tilestream.block_sparse_attention(query, key, key, mask, backend="cpu").sum().backward()
+    kinds = mask.lists.to_kinds(slice(0, mask.lists.num_rows)).view(*mask.planes, mask.grid.num_rows, -1)
+    for tiles in (watch.forward, watch.backward):
+        visits = torch.zeros(2, 4, 130, 150, dtype=torch.int32)
+        for one in tiles:
+            tile, chunk = one.tile, one.chunk
+            assert tile.kind is TileKind.FULL  # there is no band
+            area = (chunk.batch, chunk.heads, slice(tile.m_start, tile.m_end), slice(tile.n_start, tile.n_end))
+            visits[area] += 1 if one.hidden is None else 10
+        of_pairs = kinds.repeat_interleave(mask.block_size[0], 2).repeat_interleave(mask.block_size[1], 3)
+        wanted = torch.tensor([0, 10, 1], dtype=torch.int32)[of_pairs.long()[:, :, :130, :150]]
+        assert torch.equal(visits, wanted.expand_as(visits))
+
+
+def test_rows_without_blocks_give_nothing() -> None:
+    kept = torch.tensor([[True, False], [False, False], [False, True]])
+    mask = BlockMask.from_blocks(kept, 12, 8, block_size=4)
+    tensors = [torch.randn(1, length, 2, 4, requires_grad=True) for length in (12, 8, 8)]
+    out, lse = tilestream.block_sparse_attention_with_lse(*tensors, mask)
+    (out.sum() + lse[:, :, :4].sum() + lse[:, :, 8:].sum()).backward()
+    assert torch.equal(out[:, 4:8], torch.zeros(1, 4, 2, 4))
+    assert bool((lse[:, :, 4:8] == -torch.inf).all())
+    assert torch.equal(tensors[0].grad[:, 4:8], torch.zeros(1, 4, 2, 4))
+    assert all(bool(x.grad.isfinite().all()) for x in tensors)
+
+
+def test_a_band_as_mask_is_the_band() -> None:
+    query, key, value = (torch.randn(2, length, 2, 8, dtype=torch.float64) for length in (70, 90, 90))
+    mask = BlockMask.from_band(70, 90, causal=True, window=(30, 0), block_size=16)
+    ours = tilestream.block_sparse_attention_with_lse(query, key, value, mask)
+    torch.testing.assert_close(ours, tilestream.attention_with_lse(query, key, value, causal=True, window=(30, 0)))
+
+
+def test_disjoint_masks_merge() -> None:
+    query, key, value = (torch.randn(1, 64, 2, 8, dtype=torch.float64) for _ in range(3))
+    kept = torch.rand(4, 4) < 0.5
+    parts = [BlockMask.from_blocks(blocks, 64, block_size=16) for blocks in (kept, ~kept)]
+    merged = tilestream.merge(*(tilestream.block_sparse_attention_with_lse(query, key, value, part) for part in parts))
+    torch.testing.assert_close(merged, tilestream.attention_with_lse(query, key, value))
+
+
+@pytest.mark.parametrize("name", ["strided", "predicate", "planes"])
+def test_second_derivatives(name: str) -> None:
+    mask = mask_of(name, 9, 12, 1, 2)
+    tensors = [torch.randn(1, length, 2, 2, dtype=torch.float64, requires_grad=True) for length in (9, 12, 12)]
+
+    def attend(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = tilestream.block_sparse_attention_with_lse(*operands, mask)
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    assert torch.autograd.gradcheck(attend, tensors)
+    assert torch.autograd.gradgradcheck(attend, tensors)
+
+
+def test_vmap_is_a_loop_over_calls() -> None:
+    mask = mask_of("planes", 40, 40, 2, 2)
+    query = torch.randn(3, 2, 40, 2, 8)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return tilestream.block_sparse_attention(x, x, x, mask)
+
+    assert torch.equal(torch.vmap(attend)(query), torch.stack([attend(x) for x in query]))
+
+
+def test_the_backward_keeps_the_mask() -> None:
+    query = torch.randn(1, 32, 2, 8, requires_grad=True)
+    out = tilestream.block_sparse_attention(query, query, query, BlockMask.strided(32, stride=4, block_size=8))
+    gc.collect()
+    out.sum().backward()
+    assert query.grad is not None
+
+
+def test_calls_keep_no_mask_alive() -> None:
+    mask = BlockMask.from_band(32, causal=True, block_size=8)
+    query = torch.randn(1, 32, 2, 8)
+    tilestream.block_sparse_attention(query, query, query, mask)
+    handle = mask.handle
+    del mask
+    gc.collect()
+    with pytest.raises(tilestream.ArgumentError, match="block_mask no longer exists"):
+        BlockMask.from_handle(handle)
+
+
+def test_no_argument_of_attention_leads_to_a_mask() -> None:
+    """The dense functions' calls have no mask, whatever they are given."""
+    assert ops.Numbers._field_defaults["block_mask"] is None
+    with pytest.raises(TypeError, match="block_mask"):
+        tilestream.attention(*[torch.randn(1, 8, 1, 8)] * 3, block_mask=BlockMask.from_band(8))  # type: ignore[call-arg]
+
+
+_QUERY, _KEY = torch.randn(2, 20, 4, 8), torch.randn(2, 30, 2, 8)
+_CU = torch.tensor([0, 20, 40], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "words"),
+    [
+        (None, DtypeError, ["block_mask", "NoneType", "from_blocks"]),
+        (torch.ones(20, 30, dtype=torch.bool), DtypeError, ["block_mask", "Tensor", "from_dense"]),
+        (BlockMask.from_band(30, 20), ShapeError, ["block_mask", "(30, 20)", "(20, 30)", "query (2, 20, 4, 8)"]),
+        (mask_of("planes", 20, 30, 2, 3), ShapeError, ["block_mask", "3 query heads", "4", "key (2, 30, 2, 8)"]),
+        (mask_of("documents", 20, 30, 3, 4), ShapeError, ["block_mask", "3 batch entries", "2"]),
+    ],
+)
+def test_masks_that_do_not_fit(mask: Any, error: type[Exception], words: list[str]) -> None:
+    with pytest.raises(error) as raised:
+        tilestream.block_sparse_attention(_QUERY, _KEY, _KEY, mask)
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+def test_packed_sequences_beyond_the_mask() -> None:
+    packed = torch.randn(40, 2, 8)
+    with pytest.raises(ShapeError, match=r"block_mask is for .*\(16, 32\), but a sequence has \(20, 20\)"):
+        tilestream.block_sparse_attention_varlen(packed, packed, packed, _CU, _CU, BlockMask.from_band(16, 32))
+    with pytest.raises(ShapeError, match="3 sequences"):
+        tilestream.block_sparse_attention_varlen(
+            packed, packed, packed, _CU, _CU, BlockMask.prefix_lm(20, prefix_lengths=[1, 2, 3])
+        )
+
+
+def test_compiled_calls_take_masks() -> None:
+    query = torch.randn(1, 64, 2, 8, requires_grad=True)
+    compiled = torch.compile(
+        lambda x, mask: tilestream.block_sparse_attention(x, x, x, mask, causal=True) * 2,
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for mask in (mask_of("butterfly", 64, 64, 1, 2), mask_of("planes", 64, 64, 1, 2)):
+        (gradient,) = torch.autograd.grad(compiled(query, mask).sum(), query)
+        eager = tilestream.block_sparse_attention(query, query, query, mask, causal=True) * 2
+        torch.testing.assert_close(compiled(query, mask), eager)
+        torch.testing.assert_close(gradient, torch.autograd.grad(eager.sum(), query)[0])
