@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from typing import Any
 
@@ -13,9 +14,14 @@ from masks import mask_of
 from tolerance import faults, same_bits
 
 import tilestream
-from tilestream import BlockMask, DtypeError, ShapeError, UnsupportedError, dispatch, ops
+from tilestream import BlockMask, DtypeError, ShapeError, UnsupportedError, dispatch, ops, reference
+from tilestream.backends import hopper
 from tilestream.backends.cpu import block_backward, forward
 from tilestream.backends.cpu.score import ScoreTile
+from tilestream.io.counters import count_schedule
+from tilestream.io.schedule import TileShape, schedule_cost
+from tilestream.problem import AttentionInputs, Problem
+from tilestream.spec import AttentionSpec, Band
 from tilestream.tiles import TileKind
 
 # The backends with kernels for block masks; another that gains them is added here, and its cases with it.
@@ -56,6 +62,8 @@ def test_a_refusal_names_the_mask() -> None:
         if case.mask is None and reasons["native"] is not None:
             pytest.skip("needs the native kernels")
     assert "block mask" in str(reasons["native"])
+    on_gpu = dataclasses.replace(case.problem("cuda", False), dtype=torch.bfloat16)
+    assert "block mask" in str(hopper.problem_reason(on_gpu, 132))
 
 
 def test_automatic_calls_are_served(device: torch.device) -> None:
@@ -223,3 +231,52 @@ def test_compiled_calls_take_masks() -> None:
         eager = tilestream.block_sparse_attention(query, query, query, mask, causal=True) * 2
         torch.testing.assert_close(compiled(query, mask), eager)
         torch.testing.assert_close(gradient, torch.autograd.grad(eager.sum(), query)[0])
+
+
+# (tokens, heads) of query, key and value.
+_REPLAYED = ((70, 4), (300, 2), (300, 2))
+
+
+def _whole_mask(name: str) -> BlockMask:
+    makers = {
+        "butterfly": lambda: BlockMask.butterfly(70, 300, shift=0, block_size=8),
+        "bigbird": lambda: BlockMask.bigbird(70, 300, num_random=1, block_size=(8, 16)),
+        "v1": lambda: mask_of("v1", 70, 300, 1, 4),
+    }
+    return makers[name]()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("band", [Band(), Band(None, 0)], ids=["everything", "causal"])
+@pytest.mark.parametrize("name", ["butterfly", "bigbird", "v1"])
+def test_traffic_is_counted_as_modelled(name: str, band: Band, backward: bool) -> None:
+    """Of the backend's own tiles: a model of a problem with a mask, a replay that moves as much, and its result."""
+    mask, spec = _whole_mask(name), AttentionSpec(band=band, scale=0.3)
+    query, key, value = (torch.randn(1, length, heads, 8, dtype=torch.float64) for length, heads in _REPLAYED)
+    inputs = AttentionInputs(*(x.requires_grad_() for x in (query, key, value)))
+    problem = dataclasses.replace(Problem.from_inputs(inputs, spec, is_backward=backward), block_mask=mask)
+    shape = dispatch.backend("cpu").tile_shape(problem)
+    model = schedule_cost(problem, shape, backward)
+    dout = torch.randn_like(query)
+    blocks = mask.to_blocks()[0, 0].tolist()
+    counted = count_schedule(inputs, spec, shape, dout=dout if backward else None, blocks=blocks)
+    assert counted.cost.passes == model.passes
+    everything = schedule_cost(dataclasses.replace(problem, block_mask=None), shape, backward)
+    streamed = "q" if backward else "k"
+    assert model.tensors[streamed].read_bytes < everything.tensors[streamed].read_bytes
+    exact = reference.attention(query, key, value, window=(band.left, band.right), scale=0.3, block_mask=mask)
+    if not backward:
+        torch.testing.assert_close(counted.out, exact.out.detach())
+        return
+    assert counted.gradients is not None
+    for got, wanted in zip(counted.gradients[:3], torch.autograd.grad(exact.out, inputs[:3], dout), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_traffic_of_other_masks_is_refused() -> None:
+    problem = Case("planes", mask="planes").problem("cpu", False)
+    with pytest.raises(tilestream.ArgumentError, match=r"to_blocks\(\)\[b, h\]"):
+        schedule_cost(problem, TileShape(32, 16))
+    problem = Case("tiles", mask="v1").problem("cpu", False)
+    with pytest.raises(tilestream.ArgumentError, match=r"\(16, 256\).*\(16, 128\)"):
+        schedule_cost(problem, TileShape(16, 128))

@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md and of four pages of docs.
+"""Write the generated parts of README.md and of five pages of docs.
 
     python tools/readme.py                      write them again
     python tools/readme.py --check              exit 1 if they are out of date
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tilestream import dispatch, teaching
+from tilestream import BlockMask, dispatch, teaching
 from tilestream.backends import hopper
 from tilestream.bench import bars, cpu_bars, gpu_bars, hopper_bars, traffic_bars
 from tilestream.bench.measure import Line
@@ -38,6 +38,7 @@ from tilestream.spec import AttentionSpec, Band
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+BLOCK_SPARSE = ROOT / "docs" / "block-sparse.md"
 CPU_PERFORMANCE = ROOT / "docs" / "cpu-performance.md"
 GPU_PERFORMANCE = ROOT / "docs" / "gpu-performance.md"
 MEMORY_TRAFFIC = ROOT / "docs" / "memory-traffic.md"
@@ -72,6 +73,7 @@ _QUESTIONS: dict[str, dict[str, Any]] = {
     "head_dim 512": {"head_dim": 512},
 }
 _PACKED = "packed sequences (varlen)"
+_BLOCK_MASK = "block masks (block-sparse)"
 _DEVICE_TYPES = ("cpu", "cuda")
 _NOTHING = "no"
 _H200_PROCESSORS = 132
@@ -80,7 +82,7 @@ _H200_PROCESSORS = 132
 def support() -> str:
     """Feature by backend and device: the dtypes for which forward and backward both run."""
     columns = [(name, device_type) for name in dispatch.BACKENDS for device_type in _DEVICE_TYPES]
-    features = (*_QUESTIONS, _PACKED)
+    features = (*_QUESTIONS, _PACKED, _BLOCK_MASK)
     cells = {column: [_dtypes(feature, *column) for feature in features] for column in columns}
     served = {column: found for column, found in cells.items() if set(found) != {_NOTHING}}
     headers = ("feature", *(f"`{name}` on {'sm_90' if name == 'hopper' else kind}" for name, kind in served))
@@ -95,6 +97,8 @@ def _dtypes(feature: str, backend: str, device_type: str) -> str:
         problem = Problem.dense(dtype=dtype, device_type=device_type, **sizes)
         if feature == _PACKED:
             problem = problem.packed([1024, 200] * 4, [1024, 300] * 4)
+        if feature == _BLOCK_MASK:
+            problem = dataclasses.replace(problem, block_mask=BlockMask.butterfly(1024))
         directions = (problem, dataclasses.replace(problem, is_backward=True))
         if all(_refusal(backend, direction) is None for direction in directions):
             accepted.append(str(dtype).removeprefix("torch.").replace("float", "f"))
@@ -211,6 +215,55 @@ def measured_misses() -> str:
     return "\n\n".join(f"{title}\n\n{markdown_table(table)}" for title, table in tables)
 
 
+# Pairs of calls that are shown side by side.
+_TOKENS = 1024
+_MASKS: tuple[tuple[str, Callable[..., BlockMask]], ...] = (
+    ("from_band(1024, causal=True)", lambda **blocks: BlockMask.from_band(_TOKENS, causal=True, **blocks)),
+    (
+        "from_band(1024, causal=True, window=(192, 0))",
+        lambda **blocks: BlockMask.from_band(_TOKENS, causal=True, window=(192, 0), **blocks),
+    ),
+    (
+        "from_document_ids(torch.arange(1024) // 300)",
+        lambda **blocks: BlockMask.from_document_ids(torch.arange(_TOKENS) // 300, **blocks),
+    ),
+    (
+        "prefix_lm(1024, prefix_lengths=400)",
+        lambda **blocks: BlockMask.prefix_lm(_TOKENS, prefix_lengths=400, **blocks),
+    ),
+    ("strided(1024, stride=256)", lambda **blocks: BlockMask.strided(_TOKENS, stride=256, **blocks)),
+    (
+        "fixed(1024, stride=256, num_summary=32)",
+        lambda **blocks: BlockMask.fixed(_TOKENS, stride=256, num_summary=32, **blocks),
+    ),
+    (
+        "local_global(1024, window=(64, 64), global_tokens=64)",
+        lambda **blocks: BlockMask.local_global(_TOKENS, window=(64, 64), global_tokens=64, **blocks),
+    ),
+    (
+        "dilated(1024, window=(64, 64), dilation=2)",
+        lambda **blocks: BlockMask.dilated(_TOKENS, window=(64, 64), dilation=2, **blocks),
+    ),
+    ("bigbird(1024, num_random=2)", lambda **blocks: BlockMask.bigbird(_TOKENS, num_random=2, **blocks)),
+    ("butterfly(1024)", lambda **blocks: BlockMask.butterfly(_TOKENS, **blocks)),
+)
+
+
+def mask_pictures() -> str:
+    """Every pattern as `show` draws it, two side by side."""
+    drawn = []
+    for call, make in _MASKS:
+        mask = make(block_size=64)
+        facts = f"keeps {mask.density:.0%} of the blocks, {mask.pair_density():.0%} of the pairs"
+        drawn.append([call, facts, "", *mask.show().splitlines(), ""])
+    rows = [
+        f"{one:<58}{other}".rstrip()
+        for left, right in zip(drawn[::2], drawn[1::2], strict=True)
+        for one, other in zip(left, right, strict=True)
+    ]
+    return "\n".join(["```text", *rows[:-1], "```"])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "demo-attention": demo_attention,
     "demo-model": demo_model,
@@ -224,6 +277,7 @@ PAGES = {
         "hopper-backward": lambda: suite_report("hopper", hopper_bars.markdown_report, "backward"),
         "hopper-traffic": lambda: suite_report("traffic", traffic_bars.markdown_report),
     },
+    BLOCK_SPARSE: {"mask-pictures": mask_pictures},
     CPU_PERFORMANCE: {"cpu-performance": lambda: suite_report("cpu", cpu_bars.markdown_report)},
     MEMORY_TRAFFIC: {
         "traffic-model": traffic_model,

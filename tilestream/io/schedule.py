@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from tilestream.block_mask import BlockMask
 from tilestream.errors import ArgumentError
 from tilestream.io.cost import Cost, Pass, Traffic, pass_of
 from tilestream.io.published import BlockMatrix, check_blocks
@@ -103,15 +104,17 @@ def schedule_cost(
         shape: the tiles, and how dk and dv are added up. A pass over key tiles sums over the heads of a group on chip
             in any case.
         backward: the backward alone.
-        blocks: (row tiles, key tiles), those that are kept; all by default.
+        blocks: (row tiles, key tiles), those that are kept; by default those of the problem's block mask, or all.
 
     Returns:
         Cost. fast_memory_bytes is for whole tiles; extra_memory_bytes is delta, in the backward, or the sums.
 
     Raises:
-        ArgumentError: a packed problem, or `blocks` of another shape than the tiles.
+        ArgumentError: a packed problem, or `blocks` or a block mask of another shape than the tiles.
     """
     sizes = Sizes.of(problem)
+    if blocks is None and problem.block_mask is not None:
+        blocks = _blocks_of(problem.block_mask, shape)
     check_blocks(blocks, -(-problem.seqlen_q // shape.block_m), -(-problem.seqlen_k // shape.block_n))
     if blocks is not None and shape.key_pass is not None:
         raise ArgumentError("kept blocks are those of one shape of tiles; leave key_pass out.")
@@ -138,6 +141,18 @@ def schedule_cost(
     dq = pass_of("dq", {**rows, "k": k, "v": v}, {"dq": sizes.q}, flops)
     key_pass = _key_pass(problem, sizes, _Walk(problem, shape.of_key_pass, blocks))
     return Cost((delta, key_pass, dq), sizes.lse, fast)
+
+
+def _blocks_of(mask: BlockMask, shape: TileShape) -> BlockMatrix:
+    """What a mask keeps, where its blocks are the tiles."""
+    if mask.planes != (1, 1) or mask.block_size != (shape.block_m, shape.block_n):
+        raise ArgumentError(
+            f"traffic is modelled of one block mask for all heads whose blocks are the tiles: this one has (batch,"
+            f" num_heads) {mask.planes} and blocks {mask.block_size}, and tiles are {(shape.block_m, shape.block_n)};"
+            " pass blocks=mask.to_blocks()[b, h].tolist()."
+        )
+    found: BlockMatrix = mask.to_blocks()[0, 0].tolist()
+    return found
 
 
 def once_per_pass(problem: Problem, cost: Cost) -> Cost:

@@ -28,9 +28,8 @@ class CpuBackend:
     def tile_shape(self, problem: Problem) -> TileShape:
         """See `Backend.tile_shape`."""
         if problem.block_mask is not None:
-            shape = layout.key_walk_shape(problem, problem.seqlen_q, problem.seqlen_k)
-            if problem.is_backward:
-                return TileShape(*shape, packs_group=problem.block_mask.num_heads == 1, dq_in_memory=True)
+            packs_group = problem.block_mask.num_heads == 1
+            return TileShape(*layout.block_tile(problem), packs_group, dq_in_memory=problem.is_backward)
         return TileShape(*layout.tile_shape(problem, problem.seqlen_q, problem.seqlen_k), sums_in_memory=True)
 
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:

@@ -15,7 +15,16 @@ from torch import Tensor
 from tilestream.block_mask import BlockMask
 from tilestream.problem import Problem
 
-__all__ = ["Chunk", "DenseCall", "chunks", "compute_dtype", "key_walk_shape", "pack_rows", "tile_shape"]
+__all__ = [
+    "Chunk",
+    "DenseCall",
+    "block_tile",
+    "chunks",
+    "compute_dtype",
+    "key_walk_shape",
+    "pack_rows",
+    "tile_shape",
+]
 
 # One tile of scores per group: small enough for a core's second-level cache (512 KiB in float32), large enough that
 # the dozen PyTorch calls of a tile cost little beside its products.
@@ -110,6 +119,18 @@ def key_walk_shape(problem: Problem, seqlen_q: int, seqlen_k: int) -> tuple[int,
     block_n = max(1, min(seqlen_k, problem.block_mask.block_size[1], _TILE_KEYS))
     block_m = max(1, min(seqlen_q, _TILE_ELEMENTS // (block_n * problem.group)))
     return block_m, block_n
+
+
+def block_tile(problem: Problem) -> tuple[int, int]:
+    """Queries and keys that are loaded together with a block mask: a block, or the piece of one that a tile can hold.
+
+    Tiles of several blocks side by side load what those load.
+    """
+    assert problem.block_mask is not None
+    block_m, block_n = problem.block_mask.block_size
+    if problem.is_backward:
+        return block_m, min(block_n, _TILE_KEYS)
+    return min(block_m, max(1, _TILE_ROWS // problem.group)), block_n
 
 
 def chunks(call: DenseCall, block_m: int, block_n: int) -> Iterator[Chunk]:

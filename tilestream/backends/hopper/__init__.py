@@ -52,8 +52,6 @@ class HopperBackend:
         reason = _device_reason(problem.device_type)
         if reason is None and triton.is_interpreted():
             return "Gluon has no interpreter"
-        if reason is None and problem.block_mask is not None:
-            return "its kernels take no block mask yet"
         if reason is None and problem.is_backward:
             return triton.BACKEND.supports(problem)
         return reason if reason is not None else problem_reason(problem, _num_processors())
@@ -96,6 +94,8 @@ class HopperBackend:
 
 def problem_reason(problem: Problem, num_processors: int) -> str | None:
     """Why the kernel cannot run a call on a Hopper GPU of so many processors, or should not; None if it does."""
+    if problem.block_mask is not None:
+        return "its kernels take no block mask yet"
     if problem.spec.dropout_p > 0:
         return "dropout is served by the Triton backend"
     if (reason := _operands_reason(problem)) is not None:
