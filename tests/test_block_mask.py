@@ -355,6 +355,7 @@ _FLAT = torch.zeros(4, 4, dtype=torch.bool)
         (lambda: BlockMask.from_band(8, window=(-1, 0)), ArgumentError, ["window left", "-1"]),
         (lambda: BlockMask.from_band(8, causal=1), DtypeError, ["causal", "int"]),
         (lambda: BlockMask.from_band(8, shift=1.5), DtypeError, ["shift", "float"]),
+        (lambda: BlockMask.from_band(8, shift=2**41), ArgumentError, ["shift", str(2**41), "2**40"]),
         (lambda: BlockMask.dilated(8, window=(1, 1), dilation=0), ArgumentError, ["dilation", "0"]),
         (lambda: BlockMask.strided(8, stride=0), ArgumentError, ["stride", "0"]),
         (lambda: BlockMask.fixed(8, stride=2, num_summary=3), ArgumentError, ["num_summary", "3", "stride = 2"]),

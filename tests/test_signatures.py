@@ -31,6 +31,10 @@ PUBLIC: dict[str, Sequence[str] | None] = {
 }
 
 
+# Classes that are made by their methods.
+WITH_METHODS = ("BlockMask",)
+
+
 def describe_module(module_name: str, names: Sequence[str] | None) -> list[str]:
     module = importlib.import_module(module_name)
     lines = [f"# {module_name}"]
@@ -53,6 +57,10 @@ def describe(name: str, public: Any) -> list[str]:
         lines += [f"    {field}: {written(public.__annotations__[field])}" for field in public._fields]
     elif inspect.isfunction(public.__init__):
         lines += [f"    {line}" for line in parameters(public.__init__) if line != "self"]
+    for method in sorted(vars(public)) if name in WITH_METHODS else ():
+        function = getattr(vars(public)[method], "__func__", vars(public)[method])
+        if inspect.isfunction(function) and not method.startswith("_"):
+            lines += [f"    {line}" for line in describe(method, function)]
     return lines
 
 

@@ -55,6 +55,11 @@ class BlockMask:
 
     A mask is one for all batch entries or has ``batch`` of them, and likewise for query heads.
 
+    Raises: ShapeError, DtypeError or ArgumentError (all ValueErrors), which name the argument that does not fit.
+    Cost: of the makers of patterns time and memory in proportion to runs of blocks, where they do not say otherwise;
+    O(seqlen_q * seqlen_k) time, in pieces, where pairs must be looked at. Lists are on the CPU, int32.
+    Source: arXiv:2205.14135, section 3.3; docs/block-sparse.md.
+
     ``mask & other``, ``mask | other`` and ``mask.transpose()`` are masks; operands have the same lengths and blocks.
     """
 
@@ -311,11 +316,9 @@ class BlockMask:
         """Of a torch.nn.attention.flex_attention.BlockMask, whose ``mask_mod`` must take tensors of any shape."""
         lengths, block_size, planes, lists, mask_mod = flex.from_flex(block_mask)
         grid = grid_of(*lengths, block_size, None)
-        blocks = InBlocks(lists, planes, block_size)
-        # What is settled here was PARTIAL there.
         rule = Predicate(mask_mod, planes[0] > 1, planes[1] > 1)
         settled = patterns.settle(grid, planes, lists, rule)
-        return cls(grid, planes, settled, Within(InBlocks(settled, blocks.planes, block_size), rule))
+        return cls(grid, planes, settled, Within(InBlocks(settled, planes, block_size), rule))
 
     def to_flex_attention(self, device: torch.device | str = "cpu") -> Any:
         """The same mask as a torch.nn.attention.flex_attention.BlockMask; int32 per block and plane, kept or not."""

@@ -23,6 +23,7 @@ __all__ = [
     "planes_of",
     "reach",
     "seqlens",
+    "shift",
 ]
 
 _LARGEST_LENGTH = 2**40
@@ -45,6 +46,14 @@ def seqlens(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int]:
     if max(lengths) > _LARGEST_LENGTH:
         raise ArgumentError(f"seqlen_q and seqlen_k are {lengths}, but may be at most 2**40.")
     return lengths
+
+
+def shift(value: object) -> int:
+    """An int of either sign, no larger than lengths are."""
+    found = integer("shift", value, -_LARGEST_LENGTH)
+    if found > _LARGEST_LENGTH:
+        raise ArgumentError(f"shift is {found}, but must lie within 2**40 of 0.")
+    return found
 
 
 def block_shape(block_size: int | Sequence[int], lengths: tuple[int, int]) -> tuple[int, int]:

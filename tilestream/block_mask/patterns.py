@@ -85,7 +85,7 @@ class Grid:
 def grid_of(seqlen_q: int, seqlen_k: int | None, block_size: int | tuple[int, int], shift: int | None) -> Grid:
     """Of the arguments that every maker of masks has; the ends are aligned where no shift is given."""
     lengths = checks.seqlens(seqlen_q, seqlen_k)
-    shift = lengths[1] - lengths[0] if shift is None else checks.integer("shift", shift, -(2**40))
+    shift = lengths[1] - lengths[0] if shift is None else checks.shift(shift)
     return Grid(*lengths, *checks.block_shape(block_size, lengths), shift)
 
 
