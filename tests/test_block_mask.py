@@ -311,8 +311,8 @@ LARGE: dict[str, Callable[[], BlockMask]] = {
     "butterfly": lambda: BlockMask.butterfly(_MANY),
     "prefix_lm": lambda: BlockMask.prefix_lm(_MANY, prefix_lengths=70_000),
     "dilated": lambda: BlockMask.dilated(_MANY, window=(512, 512), dilation=4),
-    "strided": lambda: BlockMask.strided(_MANY, stride=1024, block_size=256),
-    "fixed": lambda: BlockMask.fixed(_MANY, stride=1024, num_summary=64, block_size=256),
+    "strided": lambda: BlockMask.strided(_MANY, stride=2048, block_size=256),
+    "fixed": lambda: BlockMask.fixed(_MANY, stride=2048, num_summary=64, block_size=256),
 }
 
 

@@ -22,6 +22,7 @@ from tilestream.block_mask.rules import (
     Both,
     Dilated,
     Either,
+    Fixed,
     InBlocks,
     Predicate,
     Prefix,
@@ -157,8 +158,8 @@ class BlockMask:
         stride = checks.integer("stride", stride, 1)
         if checks.integer("num_summary", num_summary) > stride:
             raise ArgumentError(f"num_summary is {num_summary}, but a part has only stride = {stride} keys.")
-        lists, rule = patterns.fixed(grid, stride, num_summary)
-        return cls._settled(grid, (1, 1), lists, rule)
+        rule = Fixed(stride, num_summary, grid.shift)
+        return cls._settled(grid, (1, 1), patterns.fixed_lists(grid, rule), rule)
 
     @classmethod
     def local_global(
@@ -464,8 +465,7 @@ class BlockMask:
             return cls(grid, (1, 1), patterns.whole_lists(grid), rule)
         highest = lowest + grid.seqlen_q + grid.seqlen_k - 1
         dtype = torch.int32 if -(2**30) < lowest < highest < 2**30 else torch.int64
-        distances = torch.arange(lowest, highest, dtype=dtype)
-        visible = rule(zero, zero, torch.tensor(-grid.shift), distances)
+        visible = rule(zero, zero, torch.tensor(-grid.shift), torch.arange(lowest, highest, dtype=dtype))
         return cls(grid, (1, 1), patterns.periodic_lists(grid, visible), rule)
 
     def _combined(self, other: BlockMask, table: Tensor, rule: type[Both | Either], sign: str) -> BlockMask:

@@ -17,9 +17,9 @@ from tilestream.block_mask.lists import EMPTY, FULL, OR, PARTIAL, UNSETTLED, Blo
 from tilestream.block_mask.rules import (
     Banded,
     Bits,
-    Both,
     Documents,
     Either,
+    Fixed,
     InBlocks,
     Predicate,
     Rule,
@@ -36,7 +36,7 @@ __all__ = [
     "butterfly_lists",
     "count_pairs",
     "documents",
-    "fixed",
+    "fixed_lists",
     "grid_of",
     "local_global",
     "packed",
@@ -185,9 +185,10 @@ def periodic_lists(grid: Grid, visible: Tensor) -> BlockLists:
     return BlockLists.stack(grid.num_columns, map(piece, cut_rows(grid.num_rows, grid.num_columns)))
 
 
-def fixed_lists(grid: Grid, stride: int, is_summary: Tensor) -> BlockLists:
+def fixed_lists(grid: Grid, rule: Fixed) -> BlockLists:
     """The fixed pattern: a query's own part of `stride` keys, and summary keys before; UNSETTLED at a part's edges."""
-    own = _key_kinds(grid, is_summary)
+    stride = rule.stride
+    own = _key_kinds(grid, rule.is_summary(torch.arange(grid.seqlen_k, dtype=torch.int32)))
     columns = torch.arange(grid.num_columns, dtype=torch.int32)
     limits = []
     for m_start, m_end in grid.rows():
@@ -352,16 +353,6 @@ def local_global(grid: Grid, band: Band, keys: Tensor) -> tuple[BlockLists, Rule
     queries[is_inside] = keys[place[is_inside]]
     lists = band_lists(grid, band).combine(token_lists(grid, queries, keys), OR)
     return lists, Either(Banded(band, grid.shift), Tokens(queries[None], keys[None]))
-
-
-def fixed(grid: Grid, stride: int, num_summary: int) -> tuple[BlockLists, Rule]:
-    """Sparse Transformer's fixed pattern: the own part of `stride` keys, and the last `num_summary` of those before."""
-    place, keys = torch.arange(grid.seqlen_q) + grid.shift, torch.arange(grid.seqlen_k)
-    is_summary = keys % stride >= stride - num_summary
-    parts = Documents(place.div(stride, rounding_mode="floor")[None], keys[None] // stride)
-    nobody = torch.zeros(1, grid.seqlen_q, dtype=torch.bool)
-    shown = Either(parts, Tokens(nobody, is_summary[None]))
-    return fixed_lists(grid, stride, is_summary), Both(Banded(Band(None, 0), grid.shift), shown)
 
 
 def documents(grid: Grid, ids_q: Tensor, ids_k: Tensor) -> tuple[BlockLists, Documents]:

@@ -24,6 +24,7 @@ __all__ = [
     "Dilated",
     "Documents",
     "Either",
+    "Fixed",
     "InBlocks",
     "Predicate",
     "Prefix",
@@ -92,6 +93,25 @@ class Strided:
         """See `Rule`."""
         back = i + self.shift - j
         return (back >= 0) & ((back <= self.stride) | (back % self.stride == 0))
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Keys of the query's own part of `stride`, and the last `num_summary` of every part; causal."""
+
+    stride: int
+    num_summary: int
+    shift: int
+
+    def __call__(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """See `Rule`."""
+        place = i + self.shift
+        own = place.div(self.stride, rounding_mode="floor") == j.div(self.stride, rounding_mode="floor")
+        return (j <= place) & (own | self.is_summary(j))
+
+    def is_summary(self, j: Tensor) -> Tensor:
+        """bool, shaped as `j`: the keys that later parts see."""
+        return j % self.stride >= self.stride - self.num_summary
 
 
 @dataclass(frozen=True)
