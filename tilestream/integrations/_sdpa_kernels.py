@@ -271,7 +271,8 @@ def _backward(tensors: tuple[Tensor, ...], lse: Tensor, call: _Call, **rest: Any
     arguments: dict[str, Any] = dict.fromkeys(
         ("dlse", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "shift", "max_seqlen_q"), None
     )
-    arguments |= {"max_seqlen_k": None, "softcap": 0.0, "backend": None, "needs_dbias": False, "needs_dsinks": False}
+    arguments |= {"max_seqlen_k": None, "softcap": 0.0, "backend": None, "block_mask": None}
+    arguments |= {"needs_dbias": False, "needs_dsinks": False}
     arguments |= {"left": call.window[0], "right": call.window[1], "dropout_p": call.dropout_p}
     arguments["scale"] = default_scale(query.shape[-1]) if call.scale is None else call.scale
     arguments["seed"] = _seed(call.rng_state) if call.dropout_p > 0 else None
