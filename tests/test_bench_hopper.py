@@ -19,6 +19,7 @@ from tilestream import dispatch
 from tilestream.bench import gpu_suite, hopper_bars, providers, traffic, traffic_bars
 from tilestream.bench.bars import Verdict
 from tilestream.bench.cases import Case, square_case
+from tilestream.bench.eager import eager_cost
 from tilestream.bench.gpu_cells import PEERS, TRAINED, Cell, HopperDirection, hopper_plan, plan, traffic_plan
 from tilestream.bench.gpu_suite import HOPPER_PROVIDER, measure_cells
 from tilestream.bench.measure import Line
@@ -27,6 +28,7 @@ from tilestream.bench.report import read_lines, write_lines
 from tilestream.bench.traffic import checked_run, find_ncu, measure_traffic, traffic_models
 from tilestream.cli import main
 from tilestream.errors import ArgumentError, UnsupportedError
+from tilestream.io.cost import Traffic
 from tilestream.io.model import compulsory_bytes
 from tilestream.io.ncu import KernelBytes, kernels_of
 from tilestream.io.standard import standard_cost
@@ -97,9 +99,14 @@ def test_training_is_the_papers_setting_and_its_like() -> None:
     found = {(cell.provider, cell.case.causal, cell.case.dropout_p) for cell in cells}
     plain = {(name, causal, 0.0) for name in TRAINED for causal in (False, True)}
     assert found == plain | {("eager", True, 0.1), ("tilestream/triton", True, 0.1)}
-    problem = next(cell.case for cell in cells if cell.case.dropout_p).problem("cpu")
-    assert traffic_models(Case.from_dict(cells[-1].case.to_dict()), "both", provider_named("eager"), "cuda").model == (
-        standard_cost(problem).traffic + standard_cost(problem, backward=True).traffic
+    eager, case = provider_named("eager"), Case.from_dict(cells[-1].case.to_dict())
+    problem = case.problem("cpu")
+    standard = standard_cost(problem).traffic + standard_cost(problem, backward=True).traffic
+    assert traffic_models(case, "both", eager, "cpu").model == standard
+    # On a GPU dp * p is stored, and dq and dk are read and written once more.
+    square, rows = 64 * 16 * 1024 * 1024 * 2, 64 * 16 * 1024 * 64 * 2
+    assert traffic_models(case, "both", eager, "cuda").model == standard + Traffic(
+        2 * square + 2 * rows, square + 2 * rows
     )
 
 
@@ -300,7 +307,7 @@ def test_forward_and_backward_are_compared_with_the_model(monkeypatch: pytest.Mo
     }  # fmt: skip
     problem = cell.case.problem("cuda")
     least = compulsory_bytes(problem) + compulsory_bytes(problem, backward=True)
-    model = standard_cost(problem).traffic + standard_cost(problem, backward=True).traffic
+    model = eager_cost(problem).traffic + eager_cost(problem, backward=True).traffic
     assert (line["bytes_least"], line["bytes_model"]) == (least.total_bytes, model.total_bytes)
     # Nothing that stores its scores moves a tensor twice in one pass.
     assert line["bytes_cached_model"] == line["bytes_model"]

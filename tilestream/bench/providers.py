@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilestream import api, dispatch
 from tilestream.bench.cases import DTYPES, Case
-from tilestream.bench.eager import eager_attention
+from tilestream.bench.eager import eager_attention, eager_cost
 from tilestream.errors import ArgumentError, UnsupportedError
 from tilestream.io.cost import Cost, Traffic
 from tilestream.io.schedule import schedule_cost
@@ -424,7 +424,7 @@ _PEERS = {
             "eager",
             _eager_refuse,
             _eager_prepare,
-            standard_cost,
+            eager_cost,
             score_matrices=5,
             draws_own_dropout=True,
             is_heads_first=True,
