@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tilestream.bench.block_masks import band_of, mask_named
+from tilestream.block_mask import BlockMask
 from tilestream.errors import ArgumentError
 from tilestream.problem import SUPPORTED_DTYPES, AttentionInputs, Problem
 from tilestream.spec import AttentionSpec, Band, default_scale
@@ -37,6 +39,9 @@ class Case:
     has_bias: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
+    # The name of a block mask in `block_masks.MASKS`, and the side of its blocks.
+    mask: str | None = None
+    mask_block: int = 128
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Case:
@@ -65,9 +70,22 @@ class Case:
             has_sinks=self.has_sinks,
         )
 
+    @property
+    def block_mask(self) -> BlockMask | None:
+        """The mask of a block-sparse call; the same one each time."""
+        return None if self.mask is None else mask_named(self.mask, self.seqlen_q, self.seqlen_k, self.mask_block)
+
+    @property
+    def dense(self) -> Case:
+        """The call without block mask that this one is compared with: of the same pairs if a band shows them."""
+        if self.mask is None:
+            return self
+        causal, window = band_of(self.mask, self.mask_block)
+        return replace(self, name=f"{self.name}_dense", mask=None, causal=causal, window=window)
+
     def problem(self, device_type: str) -> Problem:
         """The case as a `Problem`, without tensors."""
-        return Problem.dense(
+        dense = Problem.dense(
             batch=self.batch,
             seqlen_q=self.seqlen_q,
             seqlen_k=self.seqlen_k,
@@ -79,6 +97,7 @@ class Case:
             device_type=device_type,
             spec=self.spec,
         )
+        return dense if self.mask is None else replace(dense, block_mask=self.block_mask)
 
     def make_inputs(self, device: torch.device, seed: int = 0, drawn_on: torch.device | None = None) -> AttentionInputs:
         """Standard normal inputs; the same numbers on every device, unless `drawn_on` names who draws them."""

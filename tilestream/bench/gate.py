@@ -19,6 +19,8 @@ from tilestream.problem import AttentionInputs
 __all__ = ["Gate", "Oracle", "check", "checked_case", "compare", "consult"]
 
 _ROWS_PER_BLOCK = 16
+# With a block mask each block of rows sees other keys.
+_NUM_BLOCKS, _NUM_MASKED_BLOCKS = 3, 9
 _MAX_UNSAMPLED_ROWS = 512
 # Twice the error of the same rows materialised at the input precision, plus the rounding of the result.
 _ERROR_FACTOR = 2.0
@@ -80,7 +82,7 @@ def checked_case(case: Case, provider: Provider) -> Case:
 def consult(case: Case, device: torch.device, with_gradients: bool, inputs: AttentionInputs | None = None) -> Oracle:
     """What every provider of `case` is compared with, on `inputs` or on new ones."""
     inputs = case.make_inputs(device) if inputs is None else inputs
-    blocks = _row_blocks(case.seqlen_q)
+    blocks = _row_blocks(case)
     dout = _sampled_dout(case, blocks, device)
     exact, plain = (
         _right_results(case, inputs, blocks, dout, dtype, with_gradients)
@@ -110,12 +112,25 @@ def compare(oracle: Oracle, provider: Provider) -> Gate:
     return Gate(_largest_error(found["out"], exact["out"]), reasons)
 
 
-def _row_blocks(seqlen_q: int) -> list[slice]:
-    """All rows of a short case, three blocks of a long one."""
+def _row_blocks(case: Case) -> list[slice]:
+    """All rows of a short case, some blocks of a long one from the first rows to the last."""
+    seqlen_q, count = case.seqlen_q, _NUM_MASKED_BLOCKS if case.mask else _NUM_BLOCKS
     if seqlen_q <= _MAX_UNSAMPLED_ROWS:
         return [slice(0, seqlen_q)]
-    starts = (0, (seqlen_q - _ROWS_PER_BLOCK) // 2, seqlen_q - _ROWS_PER_BLOCK)
+    starts = ((seqlen_q - _ROWS_PER_BLOCK) * k // (count - 1) for k in range(count))
     return [slice(start, start + _ROWS_PER_BLOCK) for start in starts]
+
+
+def _shown(case: Case, rows: slice, device: torch.device) -> Tensor | None:
+    """bool (B | 1, H | 1, rows, N): what the block mask shows, pair by pair, whatever its blocks."""
+    if (mask := case.block_mask) is None:
+        return None
+    b, h, i, j = (
+        torch.arange(start, stop, device=device)
+        for start, stop in ((0, mask.batch), (0, mask.num_heads), (rows.start, rows.stop), (0, case.seqlen_k))
+    )
+    shown = mask.rule(b[:, None, None, None], h[:, None, None], i[:, None], j)
+    return shown.expand(len(b), len(h), len(i), len(j))
 
 
 def _sampled_dout(case: Case, blocks: list[slice], device: torch.device) -> Tensor:
@@ -147,6 +162,7 @@ def _right_results(
             sinks=inputs.sinks,
             seed=inputs.seed,
             first_row=rows.start,
+            shown=_shown(case, rows, inputs.query.device),
             dtype=dtype,
         ).out
         outs.append(out.detach())

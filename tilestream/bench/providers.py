@@ -21,7 +21,7 @@ from torch.backends import cuda
 from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilestream import api, dispatch
+from tilestream import api, block_sparse, dispatch
 from tilestream.bench.cases import DTYPES, Case
 from tilestream.bench.eager import eager_attention, eager_cost
 from tilestream.errors import ArgumentError, UnsupportedError
@@ -118,13 +118,17 @@ def _tilestream(name: str, backend: str | None) -> Provider:
         return None if explanation.chosen else "; ".join(f"{who}: {reason}" for who, reason in explanation.reasons)
 
     def prepare(case: Case, inputs: AttentionInputs) -> Forward:
+        mask = case.block_mask
+        options: dict[str, Any] = {
+            "causal": case.causal, "window": case.window, "softcap": case.softcap, "bias": inputs.bias,
+            "alibi_slopes": inputs.alibi_slopes, "sinks": inputs.sinks, "dropout_p": case.dropout_p,
+            "seed": inputs.seed, "backend": backend,
+        }  # fmt: skip
+
         def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return api.attention(
-                query, key, value,
-                causal=case.causal, window=case.window, softcap=case.softcap, bias=inputs.bias,
-                alibi_slopes=inputs.alibi_slopes, sinks=inputs.sinks, dropout_p=case.dropout_p, seed=inputs.seed,
-                backend=backend,
-            )  # fmt: skip
+            if mask is None:
+                return api.attention(query, key, value, **options)
+            return block_sparse.block_sparse_attention(query, key, value, mask, **options)
 
         return forward
 
@@ -134,13 +138,17 @@ def _tilestream(name: str, backend: str | None) -> Provider:
     return Provider(name, refuse, prepare, cost)
 
 
+def _mask_reason(case: Case) -> str | None:
+    return "it is not asked for block masks here" if case.mask else None
+
+
 def _sdpa_refuse(case: Case, device: torch.device) -> str | None:
     for feature in ("softcap", "has_alibi", "has_sinks"):
         if getattr(case, feature):
             return f"scaled_dot_product_attention has no {feature.removeprefix('has_')}"
     if case.dropout_p > 0:
         return "its dropout mask cannot be reproduced, so its result cannot be checked"
-    return _void_rows_reason(case)
+    return _mask_reason(case) or _void_rows_reason(case)
 
 
 def _sdpa_prepare(case: Case, inputs: AttentionInputs) -> Forward:
@@ -210,13 +218,17 @@ def _flex_refuse(case: Case, device: torch.device) -> str | None:
             return (
                 f"flex_attention has no argument for {feature.removeprefix('has_')}; what one could write is not here"
             )
+    if case.mask and not case.spec.band.is_unlimited:
+        return "flex_attention is given a mask or a band here, not both"
     return _not_cuda_reason(device)
 
 
 def _flex_prepare(case: Case, inputs: AttentionInputs) -> Forward:
     compiled, device = _compiled_flex(), inputs.query.device
     block_mask = None
-    if not case.spec.band.is_unlimited:
+    if case.mask is not None:
+        block_mask = _flex_block_mask(case, device)
+    elif not case.spec.band.is_unlimited:
         block_mask = _flex_mask(case.spec.band, case.seqlen_q, case.seqlen_k, device)
     is_grouped = case.num_heads_q != case.num_heads_kv
 
@@ -263,6 +275,15 @@ def _flex_mask(band: Band, seqlen_q: int, seqlen_k: int, device: torch.device) -
         return create_block_mask(mask, None, None, seqlen_q, seqlen_k, device=device)
 
 
+@functools.lru_cache(maxsize=8)
+def _flex_block_mask(case: Case, device: torch.device) -> Any:
+    """The block mask of `case`, as `_flex_mask`."""
+    mask = case.block_mask
+    assert mask is not None
+    with torch.inference_mode(False):
+        return mask.to_flex_attention(device)
+
+
 def _fa3_refuse(case: Case, device: torch.device) -> str | None:
     # What its wheel leaves out: fa3_fwd_config.py of fa3-fwd 0.0.3.
     if case.dtype != "bfloat16":
@@ -306,6 +327,8 @@ def _fa4_prepare(case: Case, inputs: AttentionInputs) -> Forward:
 
 def _flash_reason(package: str, case: Case, device: torch.device) -> str | None:
     """What both FlashAttentions for Hopper refuse; masks of theirs end at the last key too, and empty rows are 0."""
+    if reason := _mask_reason(case):
+        return reason
     for feature in ("has_bias", "has_alibi", "has_sinks", "dropout_p"):
         if getattr(case, feature):
             return f"{package} is not asked for {feature.removeprefix('has_').removesuffix('_p')}"
@@ -334,7 +357,7 @@ def _materialised_refuse(case: Case, device: torch.device) -> str | None:
     for feature in ("softcap", "has_alibi", "has_sinks", "dropout_p"):
         if getattr(case, feature):
             return f"the materialised baseline leaves out {feature.removeprefix('has_').removesuffix('_p')}"
-    return _void_rows_reason(case)
+    return _mask_reason(case) or _void_rows_reason(case)
 
 
 def _materialised_prepare(case: Case, inputs: AttentionInputs) -> Forward:
@@ -367,7 +390,7 @@ def _eager_refuse(case: Case, device: torch.device) -> str | None:
             return f"the eager operators leave out {feature.removeprefix('has_')}"
     if case.num_heads_q != case.num_heads_kv:
         return "the eager operators have as many KV heads as query heads"
-    return _void_rows_reason(case)
+    return _mask_reason(case) or _void_rows_reason(case)
 
 
 def _eager_prepare(case: Case, inputs: AttentionInputs) -> Forward:

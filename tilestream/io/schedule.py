@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tilestream.block_mask import BlockMask
+import torch
+
+from tilestream.block_mask.tiles import tile_lists
 from tilestream.errors import ArgumentError
 from tilestream.io.cost import Cost, Pass, Traffic, pass_of
 from tilestream.io.published import BlockMatrix, check_blocks
@@ -104,21 +106,21 @@ def schedule_cost(
         shape: the tiles, and how dk and dv are added up. A pass over key tiles sums over the heads of a group on chip
             in any case.
         backward: the backward alone.
-        blocks: (row tiles, key tiles), those that are kept; by default those of the problem's block mask, or all.
+        blocks: (row tiles, key tiles), those that are kept; by default those with a pair that the problem's block mask
+            shows, or all.
 
     Returns:
         Cost. fast_memory_bytes is for whole tiles; extra_memory_bytes is delta, in the backward, or the sums.
 
     Raises:
-        ArgumentError: a packed problem, or `blocks` or a block mask of another shape than the tiles.
+        ArgumentError: a packed problem, `blocks` of another shape than the tiles, or a block mask that tells batch
+            entries or heads apart.
     """
     sizes = Sizes.of(problem)
-    if blocks is None and problem.block_mask is not None:
-        blocks = _blocks_of(problem.block_mask, shape)
     check_blocks(blocks, -(-problem.seqlen_q // shape.block_m), -(-problem.seqlen_k // shape.block_n))
     if blocks is not None and shape.key_pass is not None:
         raise ArgumentError("kept blocks are those of one shape of tiles; leave key_pass out.")
-    walk = _Walk(problem, shape, blocks)
+    walk = _Walk(problem, shape, _kept_tiles(problem, shape, blocks))
     keys, row_pairs = walk.streamed_keys()
     num_streams = problem.batch * (problem.num_heads_kv if shape.packs_group else problem.num_heads_q)
     streamed = num_streams * keys * sizes.element_bytes
@@ -133,25 +135,31 @@ def schedule_cost(
         flops = pairs * (3 * problem.head_dim + 2 * problem.head_dim_v)
         return Cost(_one_walk(sizes, {"k": k, "v": v}, flops), _sums(sizes, sizes.k + sizes.v), fast)
     delta = pass_of("delta", {"out": sizes.out, "dout": sizes.out}, {"delta": sizes.lse})
+    key_shape = shape.of_key_pass
+    key_walk = _Walk(problem, key_shape, _kept_tiles(problem, key_shape, blocks))
     if shape.dq_in_memory:
-        walk = _Walk(problem, shape.of_key_pass, blocks)
-        return Cost((delta, *_key_walk(problem, sizes, walk)), sizes.lse + _sums(sizes, sizes.q), fast)
+        return Cost((delta, *_key_walk(problem, sizes, key_walk)), sizes.lse + _sums(sizes, sizes.q), fast)
     rows = {"q": sizes.q, "dout": sizes.out, "lse": sizes.lse, "delta": sizes.lse}
     flops = pairs * (2 * problem.head_dim + problem.head_dim_v)
     dq = pass_of("dq", {**rows, "k": k, "v": v}, {"dq": sizes.q}, flops)
-    key_pass = _key_pass(problem, sizes, _Walk(problem, shape.of_key_pass, blocks))
-    return Cost((delta, key_pass, dq), sizes.lse, fast)
+    return Cost((delta, _key_pass(problem, sizes, key_walk), dq), sizes.lse, fast)
 
 
-def _blocks_of(mask: BlockMask, shape: TileShape) -> BlockMatrix:
-    """What a mask keeps, where its blocks are the tiles."""
-    if mask.planes != (1, 1) or mask.block_size != (shape.block_m, shape.block_n):
+def _kept_tiles(problem: Problem, shape: TileShape, blocks: BlockMatrix | None) -> BlockMatrix | None:
+    """`blocks`, or the tiles of `shape` that the problem's block mask keeps; None where all are."""
+    mask = problem.block_mask
+    if blocks is not None or mask is None:
+        return blocks
+    if mask.planes != (1, 1):
         raise ArgumentError(
-            f"traffic is modelled of one block mask for all heads whose blocks are the tiles: this one has (batch,"
-            f" num_heads) {mask.planes} and blocks {mask.block_size}, and tiles are {(shape.block_m, shape.block_n)};"
-            " pass blocks=mask.to_blocks()[b, h].tolist()."
+            f"traffic is modelled of one block mask for all heads, and this one has (batch, num_heads) {mask.planes};"
+            " pass blocks=mask.to_blocks()[b, h].tolist(), with the mask's blocks as tiles."
         )
-    found: BlockMatrix = mask.to_blocks()[0, 0].tolist()
+    lists = tile_lists(mask, (shape.block_m, shape.block_n), torch.device("cpu"))
+    kept = torch.zeros(lists.num_rows, -(-mask.seqlen_k // shape.block_n), dtype=torch.bool)
+    rows = torch.arange(lists.num_rows).repeat_interleave(lists.offsets.diff())
+    kept[rows, lists.columns.to(torch.int64)] = True
+    found: BlockMatrix = kept.tolist()
     return found
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tilestream.block_mask import BlockMask
 from tilestream.errors import ArgumentError
 from tilestream.io.cost import Cost
 from tilestream.problem import Problem
+from tilestream.spec import Band
 from tilestream.tiles import visible_pairs
 
 __all__ = ["Sizes", "accumulator_bytes", "dense_parts", "num_pairs", "num_visible_pairs", "total_cost"]
+
+# Of masks whose pairs were counted, which takes a look at every pair of their PARTIAL blocks.
+_COUNTED: weakref.WeakKeyDictionary[BlockMask, dict[tuple[Band, int], int]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -98,5 +104,21 @@ def num_visible_pairs(problem: Problem) -> int:
     """Visible (batch, query head, query, key) pairs."""
     check_dense(problem)
     assert problem.shift is not None
-    pairs = visible_pairs(problem.spec.band, problem.shift, problem.seqlen_q, problem.seqlen_k)
-    return problem.batch * problem.num_heads_q * pairs
+    band, num_heads = problem.spec.band, problem.batch * problem.num_heads_q
+    if (mask := problem.block_mask) is not None:
+        num_planes = mask.batch * mask.num_heads
+        return num_heads * _pairs_of(mask, band, problem.shift) // num_planes if num_planes else 0
+    return num_heads * visible_pairs(band, problem.shift, problem.seqlen_q, problem.seqlen_k)
+
+
+def _pairs_of(mask: BlockMask, band: Band, shift: int) -> int:
+    """Pairs of all planes of a mask that the band shows too."""
+    found = _COUNTED.setdefault(mask, {})
+    if (band, shift) not in found:
+        seen = mask
+        if not band.is_unlimited:
+            window = (band.left, band.right)
+            lengths = (mask.seqlen_q, mask.seqlen_k)
+            seen = mask & BlockMask.from_band(*lengths, window=window, shift=shift, block_size=mask.block_size)
+        found[band, shift] = seen.num_pairs()
+    return found[band, shift]
