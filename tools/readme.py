@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md and of five pages of docs.
+"""Write the generated parts of README.md and of five pages of docs, and a figure of one of them.
 
     python tools/readme.py                      write them again
     python tools/readme.py --check              exit 1 if they are out of date
@@ -25,7 +25,7 @@ import torch
 
 from tilestream import BlockMask, dispatch, teaching
 from tilestream.backends import hopper
-from tilestream.bench import bars, cpu_bars, gpu_bars, hopper_bars, traffic_bars
+from tilestream.bench import bars, cpu_bars, gpu_bars, hopper_bars, sparse_bars, sparse_figure, traffic_bars
 from tilestream.bench.measure import Line
 from tilestream.bench.page_tables import figure_table, moved_tables, setting_table
 from tilestream.bench.report import Table, format_bytes, markdown_table, measurement_table, read_lines
@@ -45,6 +45,7 @@ MEMORY_TRAFFIC = ROOT / "docs" / "memory-traffic.md"
 RESULTS = ROOT / "benchmarks" / "results"
 REPORT, MISSES = RESULTS / "report-cpu.jsonl", RESULTS / "traffic-misses.jsonl"
 PICTURE = ROOT / "docs" / "images" / "demo.png"
+IMAGES = ROOT / "docs" / "images"
 DEMO_FILES = {
     "attention.jsonl": RESULTS / "demo-attention.jsonl",
     "model.jsonl": RESULTS / "demo-model.jsonl",
@@ -264,6 +265,26 @@ def mask_pictures() -> str:
     return "\n".join(["```text", *rows[:-1], "```"])
 
 
+def block_sparse_speed(device: str) -> str:
+    """What ``tilestream bench block-sparse`` measured on ``gpu`` or ``cpu``, below the figure of it."""
+    if not (lines := _block_sparse_lines(device)):
+        command = f"tilestream bench block-sparse{' --part cpu' if device == 'cpu' else ''}"
+        return f"Nothing is measured yet, so nothing is claimed; `{command}` prints it for your machine."
+    drawn = [f"![time and speed against density](images/{path.name})" for path in figures() if device in path.name]
+    return "\n\n".join([*drawn, sparse_bars.markdown_report(lines)])
+
+
+def figures() -> dict[Path, str]:
+    """The figures that the page of block-sparse attention shows, with their text."""
+    drawn = {device: sparse_figure.draw(_block_sparse_lines(device)) for device in ("gpu", "cpu")}
+    return {IMAGES / f"block-sparse-{device}.svg": text for device, text in drawn.items() if text is not None}
+
+
+def _block_sparse_lines(device: str) -> list[Line]:
+    path = RESULTS / f"block-sparse-{device}.jsonl"
+    return sparse_bars.suite_lines(read_lines(path)) if path.exists() else []
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "demo-attention": demo_attention,
     "demo-model": demo_model,
@@ -277,7 +298,11 @@ PAGES = {
         "hopper-backward": lambda: suite_report("hopper", hopper_bars.markdown_report, "backward"),
         "hopper-traffic": lambda: suite_report("traffic", traffic_bars.markdown_report),
     },
-    BLOCK_SPARSE: {"mask-pictures": mask_pictures},
+    BLOCK_SPARSE: {
+        "mask-pictures": mask_pictures,
+        "block-sparse-gpu": lambda: block_sparse_speed("gpu"),
+        "block-sparse-cpu": lambda: block_sparse_speed("cpu"),
+    },
     CPU_PERFORMANCE: {"cpu-performance": lambda: suite_report("cpu", cpu_bars.markdown_report)},
     MEMORY_TRAFFIC: {
         "traffic-model": traffic_model,
@@ -316,9 +341,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.demo is not None:
         take_over(options.demo)
     is_out_of_date = False
-    for page, parts in PAGES.items():
-        text = page.read_text(encoding="utf-8")
-        wanted = regenerate(text, parts)
+    pages = {page: regenerate(page.read_text(encoding="utf-8"), parts) for page, parts in PAGES.items()}
+    for page, wanted in {**pages, **figures()}.items():
+        text = page.read_text(encoding="utf-8") if page.exists() else None
         if text != wanted and options.check:
             sys.stderr.write(f"{page.relative_to(ROOT)} is out of date: run `make readme`\n")
         elif text != wanted:

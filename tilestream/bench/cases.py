@@ -81,7 +81,8 @@ class Case:
         if self.mask is None:
             return self
         causal, window = band_of(self.mask, self.mask_block)
-        return replace(self, name=f"{self.name}_dense", mask=None, causal=causal, window=window)
+        name = self.name.replace(self.mask, f"{self.mask}_band" if causal else "full", 1)
+        return replace(self, name=name, mask=None, causal=causal, window=window)
 
     def problem(self, device_type: str) -> Problem:
         """The case as a `Problem`, without tensors."""

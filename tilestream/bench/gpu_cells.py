@@ -3,7 +3,8 @@
 Sizes are those of a model's layer, however long its sequences: every call of the parts speed, fp32, hopper and
 hopper-backward has `TOKENS` tokens (so batch is `TOKENS` / length) of `HIDDEN` numbers (so heads are `HIDDEN` /
 head_dim). The part hopper also has GPT-2 medium as FlashAttention's paper measured it (arXiv:2205.14135), the part
-hopper-training has nothing else, and the part traffic starts there.
+hopper-training has nothing else, and the part traffic starts there. The cells of the suite block-sparse are those of
+`sparse_cells`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tilestream.bench.runs import Mode
 
 __all__ = [
     "CHANGED_LENGTHS",
+    "DENSE",
     "FP32_LENGTHS",
     "HEAD_DIMS",
     "HIDDEN",
@@ -54,13 +56,17 @@ _FEW_HEADS = 4
 # and another length; traffic: bytes that a forward moves through HBM; training: those of forward and backward, of
 # several. Of the suite hopper the part of that name is the forward, hopper-training forward and backward in one.
 Part = Literal[
-    "speed", "fp32", "call", "compile", "hopper", "hopper-backward", "hopper-training", "traffic", "training"
-]
-Suite = Literal["gpu", "hopper", "traffic"]
+    "speed", "fp32", "call", "compile", "hopper", "hopper-backward", "hopper-training", "traffic", "training",
+    "sparse-density", "sparse-butterfly", "sparse-patterns", "sparse-traffic", "sparse-cpu",
+]  # fmt: skip
+Suite = Literal["gpu", "hopper", "traffic", "block-sparse"]
+# The peer that is ourselves without the block mask.
+DENSE = "dense"
 # What of the suite hopper can be measured alone.
 HopperDirection = Literal["forward", "backward"]
 HOPPER_DIRECTIONS: tuple[HopperDirection, ...] = get_args(HopperDirection)
 _WITH_BACKWARD = ("fa4", "sdpa/cudnn", "sdpa/flash")
+_OF_MASKS = (DENSE, "tilestream/hopper", "tilestream/triton", "flex")
 PEERS: dict[Part, tuple[str, ...]] = {
     "speed": ("flex", "sdpa/flash", "sdpa/cudnn", "sdpa"),
     "fp32": ("sdpa/efficient",),
@@ -71,6 +77,11 @@ PEERS: dict[Part, tuple[str, ...]] = {
     "hopper-training": (*_WITH_BACKWARD, "materialised"),
     "traffic": (),
     "training": (),
+    "sparse-density": _OF_MASKS,
+    "sparse-butterfly": _OF_MASKS,
+    "sparse-patterns": (DENSE, "flex"),
+    "sparse-traffic": (),
+    "sparse-cpu": (DENSE,),
 }
 # Whose forward and backward the part training measures. Dropout of sdpa cannot be checked; Hopper's kernels have none.
 TRAINED = ("tilestream/hopper", "tilestream/triton", "eager", "sdpa/flash")
@@ -119,6 +130,8 @@ class Cell:
     def suite(self) -> Suite:
         if self.part in ("traffic", "training"):
             return "traffic"
+        if self.part.startswith("sparse"):
+            return "block-sparse"
         return "hopper" if self.part.startswith("hopper") else "gpu"
 
     @property
@@ -128,7 +141,7 @@ class Cell:
 
     def __str__(self) -> str:
         case = self.case
-        mask = "causal" if case.causal else "full"
+        mask = case.mask or ("causal" if case.causal else "full")
         mode = "forward and backward" if self.mode == "both" else f"{self.mode}"
         if self.needs_grad:
             mode += " that keeps a graph"

@@ -20,8 +20,17 @@ from torch import Tensor
 from tilestream import dispatch
 from tilestream.bench import gate
 from tilestream.bench.first_use import try_first_use
-from tilestream.bench.gpu_cells import CHANGED_LENGTHS, PEERS, Cell
-from tilestream.bench.measure import Line, Settings, call_flops, measurement_line, percentiles, time_ms, too_large
+from tilestream.bench.gpu_cells import CHANGED_LENGTHS, DENSE, PEERS, Cell
+from tilestream.bench.measure import (
+    Line,
+    Settings,
+    call_flops,
+    mask_facts,
+    measurement_line,
+    percentiles,
+    time_ms,
+    too_large,
+)
 from tilestream.bench.memory import Memory
 from tilestream.bench.providers import Provider, peer_versions, provider_named
 from tilestream.bench.runs import IS_BACKWARD, make_dout, make_run
@@ -59,8 +68,9 @@ def measure_cells(
     """
     provider = provider_named(provider_name)
     device = torch.device("cuda") if device is None else device
+    stage: _Stage | None = None
     for _, group in itertools.groupby(cells, key=lambda cell: (cell.part, cell.case)):
-        stage = _Stage(provider, settings or suite_settings(), device, list(group))
+        stage = _Stage(provider, settings or suite_settings(), device, list(group), stage)
         for cell in stage.cells:
             on_step(f"{cell.part}: {cell}")
             yield _measure_cell(stage, cell)
@@ -81,11 +91,26 @@ class _Entry:
 
 
 class _Stage:
-    """The cells of one case, the tensors that they share, and the verdicts of the gate."""
+    """The cells of one case, the tensors that they share, and the verdicts of the gate.
 
-    def __init__(self, provider: Provider, settings: Settings, device: torch.device, cells: list[Cell]) -> None:
+    `dense` is the same of the case without its block mask; that of the stage before, where it is of the same case.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        settings: Settings,
+        device: torch.device,
+        cells: list[Cell],
+        before: _Stage | None = None,
+    ) -> None:
         self.provider, self.settings, self.device, self.cells = provider, settings, device, cells
         self.case = cells[0].case
+        self.dense: _Stage | None = None
+        if self.case.mask is not None:
+            known = None if before is None else before.dense
+            same = [dataclasses.replace(cell, case=self.case.dense) for cell in cells]
+            self.dense = known if known and known.cells == same else _Stage(provider, settings, device, same)
         self._oracle: gate.Oracle | None = None
         self._dout: Tensor | None = None
         self._gates: dict[tuple[str, bool], gate.Gate] = {}
@@ -188,6 +213,7 @@ def _measure_cell(stage: _Stage, cell: Cell) -> Line:
         "is_wrong": own.is_wrong,
         "reason": own.reason,
         "chosen": _chosen(stage, cell),
+        **mask_facts(cell.case),
         **versions(),
         **found.details,
     }
@@ -199,17 +225,25 @@ def _against_peers(stage: _Stage, cell: Cell) -> _Found:
     own = _Entry(reason=reason, has_failed=True) if reason else stage.enter(cell, stage.provider)
     if own.take is None:
         return _Found(own)
-    entries = {name: stage.enter(cell, provider_named(name)) for name in PEERS[cell.part]}
+    entries = {name: _enter_peer(stage, cell, name) for name in PEERS[cell.part]}
     takes = {name: entry.take for name, entry in entries.items() if entry.take is not None}
     turns, own.reason = stage.turns([own.take, *takes.values()])
     own_ms = [turn[0] for turn in turns]
-    flops = call_flops(cell.case.problem(stage.device.type), cell.mode) if cell.part != "call" else None
     peers = {}
     for name, entry in entries.items():
+        case = cell.case.dense if name == DENSE else cell.case
+        flops = call_flops(case.problem(stage.device.type), cell.mode) if cell.part != "call" else None
         index = list(takes).index(name) + 1 if name in takes else None
         peer_ms = [] if index is None else [turn[index] for turn in turns]
         peers[name] = _peer_part(entry, own_ms, peer_ms, flops)
     return _Found(own, own_ms, peers)
+
+
+def _enter_peer(stage: _Stage, cell: Cell, name: str) -> _Entry:
+    if name != DENSE:
+        return stage.enter(cell, provider_named(name))
+    assert stage.dense is not None
+    return stage.dense.enter(cell, stage.provider)
 
 
 def _chosen(stage: _Stage, cell: Cell) -> str | None:

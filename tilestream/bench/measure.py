@@ -30,6 +30,7 @@ __all__ = [
     "Settings",
     "call_flops",
     "facts",
+    "mask_facts",
     "measure",
     "measurement_line",
     "num_steps",
@@ -219,6 +220,12 @@ def call_flops(problem: Problem, mode: Mode) -> int:
     """Floating-point operations of one call."""
     forward, backward = forward_flops(problem), backward_flops(problem)
     return {"forward": forward, "backward": backward, "both": forward + backward}[mode]
+
+
+def mask_facts(case: Case) -> Line:
+    """Which fraction of blocks and of pairs a block mask keeps; nothing without one."""
+    mask = case.block_mask
+    return {} if mask is None else {"kept_fraction": mask.density, "kept_pairs": mask.pair_density()}
 
 
 def facts(device: torch.device) -> Line:

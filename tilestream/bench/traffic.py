@@ -28,7 +28,7 @@ from tilestream.bench import gate
 from tilestream.bench.cases import Case
 from tilestream.bench.gpu_cells import Cell
 from tilestream.bench.gpu_suite import versions
-from tilestream.bench.measure import Line, facts
+from tilestream.bench.measure import Line, facts, mask_facts
 from tilestream.bench.providers import Provider, provider_named
 from tilestream.bench.runs import IS_BACKWARD, Mode, Run, make_dout, make_run
 from tilestream.errors import ArgumentError
@@ -62,12 +62,16 @@ def find_ncu() -> str:
 
 
 def measure_traffic(
-    cells: Sequence[Cell], provider_name: str, on_step: Callable[[str], None] = lambda step: None
+    cells: Sequence[Cell],
+    provider_name: str,
+    on_step: Callable[[str], None] = lambda step: None,
+    needs_profiler: bool = True,
 ) -> Iterator[Line]:
     """Count the bytes of each cell on the current CUDA device.
 
     Args:
         provider_name: who runs the cells that name nobody.
+        needs_profiler: raise where it is not here, instead of saying so in every line.
 
     Yields:
         One line per cell. ``reason`` says why it has no numbers.
@@ -75,11 +79,17 @@ def measure_traffic(
     Raises:
         ArgumentError: the profiler is not here.
     """
-    ncu, device = find_ncu(), torch.device("cuda")
+    ncu, missing, device = "", None, torch.device("cuda")
+    try:
+        ncu = find_ncu()
+    except ArgumentError as error:
+        if needs_profiler:
+            raise
+        missing = str(error)
     for cell in cells:
         provider = provider_named(cell.provider or provider_name)
         on_step(f"{cell.part}: {cell}, {provider.name}")
-        reason = provider.refuse(cell.case, device)
+        reason = missing or provider.refuse(cell.case, device)
         kernels: list[KernelBytes] = []
         if reason is None:
             kernels, reason = _profile(ncu, cell, provider.name)
@@ -113,6 +123,7 @@ def _line(
         "kernels": [kernel._asdict() for kernel in kernels],
         "peers": {},
         "config": cell.case.to_dict(),
+        **mask_facts(cell.case),
         **facts(device),
         **versions(),
         "is_wrong": reason is not None and reason.startswith(("wrong result", _FAILED)),

@@ -11,7 +11,7 @@ from tilestream.bench.gpu_cells import Cell, traffic_plan
 from tilestream.bench.measure import Line
 from tilestream.bench.report import Table, format_bytes, format_count, markdown_table
 
-__all__ = ["bars_table", "judge", "markdown_report", "part_tables"]
+__all__ = ["bars_table", "judge", "markdown_report", "off_the_model", "part_tables", "training_table"]
 
 _OVER_LEAST = 1.15
 # Measured bytes over those of the model, off by at most: of operators that store scores, and of our kernels.
@@ -32,15 +32,18 @@ def _bars() -> list[Bar[Cell]]:
     off = "HBM traffic of GPT-2 medium forward and backward, off the model's"
     return [
         least,
-        Bar(f"{off}, eager", _EAGER_OFF, lambda cell: cell.provider == "eager", _off, wanted="at most", unit="%"),
+        Bar(
+            f"{off}, eager", _EAGER_OFF, lambda cell: cell.provider == "eager",
+            off_the_model, wanted="at most", unit="%",
+        ),
         Bar(
             f"{off} behind a cache, tilestream", _OURS_OFF, lambda cell: str(cell.provider).startswith("tilestream"),
-            _off, wanted="at most", unit="%",
+            off_the_model, wanted="at most", unit="%",
         ),
     ]  # fmt: skip
 
 
-def _off(line: Line) -> float | None:
+def off_the_model(line: Line) -> float | None:
     """How far what was measured is from the model, either way."""
     over = number(line, "over_cached_model")
     return None if over is None else abs(over - 1)
@@ -59,7 +62,7 @@ def part_tables(lines: Sequence[Line]) -> list[tuple[str, Table]]:
     if forwards:
         tables.append((f"HBM traffic of {distinct(forwards, 'provider')}", _forward_table(forwards)))
     if trainings:
-        tables.append(("HBM traffic of forward and backward", _training_table(trainings)))
+        tables.append(("HBM traffic of forward and backward", training_table(trainings)))
     return tables
 
 
@@ -76,7 +79,7 @@ def _forward_table(lines: Sequence[Line]) -> Table:
     return Table(headers, rows)
 
 
-def _training_table(lines: Sequence[Line]) -> Table:
+def training_table(lines: Sequence[Line]) -> Table:
     """Decimal units, as the paper prints them."""
     headers = (
         "", "provider", "read (measured)", "written (measured)", "moved (measured)", "model", "model behind a cache",

@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from tilestream.bench import cpu_suite, gpu_suite
+from tilestream.bench import cpu_suite, gpu_suite, sparse_suite
 from tilestream.bench.cases import CASES, case_named
 from tilestream.bench.gpu_cells import HOPPER_DIRECTIONS
 from tilestream.bench.machine import busy_warning
@@ -14,8 +14,9 @@ from tilestream.bench.measure import Line, Settings, measure, num_steps
 from tilestream.bench.providers import provider_named, provider_names
 from tilestream.bench.report import markdown_table, measurement_table, write_lines
 from tilestream.bench.runs import MODES, Mode
+from tilestream.bench.sparse_cells import SPARSE_PARTS
 from tilestream.cli import arguments as types
-from tilestream.cli import bench_cpu, bench_gpu
+from tilestream.cli import bench_cpu, bench_gpu, bench_sparse
 from tilestream.cli.console import Console
 from tilestream.errors import ArgumentError
 
@@ -38,9 +39,15 @@ _SUITES = {
     "gpu": bench_gpu.run,
     "hopper": bench_gpu.run_hopper,
     "traffic": bench_gpu.run_traffic,
+    "block-sparse": bench_sparse.run,
 }
+# What --part names, by suite.
+_PARTS: dict[str, tuple[str, ...]] = {"hopper": HOPPER_DIRECTIONS, "block-sparse": SPARSE_PARTS}
 _SECONDS = f"cpu {cpu_suite.SECONDS}, others {gpu_suite.SECONDS}"
-_PROVIDERS = f"cpu {cpu_suite.PROVIDER}, gpu {gpu_suite.PROVIDER}, others {gpu_suite.HOPPER_PROVIDER}"
+_PROVIDERS = (
+    f"cpu {cpu_suite.PROVIDER}, gpu {gpu_suite.PROVIDER}, block-sparse {sparse_suite.PROVIDER},"
+    f" others {gpu_suite.HOPPER_PROVIDER}"
+)
 _USES = " or ".join(f"tilestream bench {suite}" for suite in _SUITES)
 _OF_HOPPER = {"part": "--part"}
 _OF_SUITE = {**_OF_HOPPER, "quick": "--quick", "provider": "--provider", "from_file": "--from"}
@@ -51,6 +58,7 @@ _IDLE = {
     "gpu": {**_OF_CASES, **_OF_HOPPER, "threads": "--threads"},
     "hopper": {**_OF_CASES, "threads": "--threads"},
     "traffic": {**_OF_CASES, **_OF_HOPPER, "threads": "--threads", "seconds": "--seconds"},
+    "block-sparse": _OF_CASES,
 }
 
 
@@ -67,7 +75,8 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
         choices=tuple(_SUITES),
         help="measure this suite instead of chosen cases; cpu: the native CPU kernels against their bars, 12 minutes;"
         " gpu: the GPU kernels against theirs, 4 minutes; hopper: forward and backward on sm_90 against every public"
-        " kernel, 3 minutes each; traffic: bytes that calls move through HBM, counted by NVIDIA's ncu, 4 minutes",
+        " kernel, 3 minutes each; traffic: bytes that calls move through HBM, counted by NVIDIA's ncu, 4 minutes;"
+        " block-sparse: calls with a block mask against dense ones and FlexAttention, 3 minutes",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and providers, or the suite, and stop")
     parser.add_argument("--threads", type=types.count, help="CPU threads; default: torch's choice; cpu: 1 and that")
@@ -86,7 +95,11 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
     chosen.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64"), help="instead of each case's")
     chosen.add_argument("--no-memory", action="store_true", help="times only")
     suite = parser.add_argument_group("with a suite")
-    suite.add_argument("--part", choices=HOPPER_DIRECTIONS, help="hopper: this direction alone; default both")
+    suite.add_argument(
+        "--part",
+        choices=tuple(part for parts in _PARTS.values() for part in parts),
+        help="hopper: forward or backward alone; block-sparse: another alone, default all but cpu",
+    )
     suite.add_argument("--quick", action="store_true", help="a part of the suite, about a minute")
     suite.add_argument("--provider", help=f"what is measured; default {_PROVIDERS}")
     suite.add_argument(
@@ -101,6 +114,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if getattr(args, destination):
             without = f"does not go with the suite {args.suite!r}" if args.suite else f"needs a suite: {_USES}"
             raise ArgumentError(f"{option} {without}.")
+    if args.part is not None and args.part not in (parts := _PARTS.get(args.suite, ())):
+        raise ArgumentError(f"--part {args.part} is of another suite; {args.suite} has {', '.join(parts)}.")
     if args.seconds is not None and not args.seconds > 0:
         raise ArgumentError(f"--seconds must be more than 0, got {args.seconds}.")
     return _SUITES[args.suite](args, console) if args.suite else _run_cases(args, console)
