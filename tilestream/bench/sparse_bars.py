@@ -123,8 +123,8 @@ def _speed_table(part: Part, lines: Sequence[Line]) -> Table:
     for line in lines:
         found, excess = {name: line["peers"].get(name, {}) for name in peers}, over_proportion(line)
         rows.append((
-            _row_name(line), f"{line['kept_fraction']:.3g}", shown(line, "ms_p50", ".3g"),
-            *(shown(found[name], "ms_p50", ".3g") for name in peers),
+            _row_name(line), f"{line['kept_fraction']:.3g}", shown(line, "ms_p50", ".4g"),
+            *(shown(found[name], "ms_p50", ".4g") for name in peers),
             *(shown(found[name], "ratio_p50", ".2f") for name in over),
             MISSING if excess is None else f"{excess:.2f}",
         ))  # fmt: skip

@@ -83,7 +83,7 @@ def requests(cells: Sequence[Cell], provider_name: str = PROVIDER) -> list[Reque
                 key = (*key, mode, str(case.mask).partition("_1/")[0], case.batch, case.num_heads_q, case.seqlen_q)
             else:
                 key = (*key, case.mask is None, case.causal, case.window is None, _has_partial(case.mask))
-            if key not in found or mode == "both":
+            if key not in found or (mode == "both" and found[key].mode == "forward"):
                 found[key] = Request(case, provider, mode)
     return sorted(found.values(), key=lambda request: (request.provider != _FLEX, request.mode == "forward"))
 

@@ -64,9 +64,9 @@ def _short(line: Line) -> str:
         return f"no number: {line['reason']}"
     if line["part"] == "sparse-traffic":
         return f"{line['moved_bytes']:,} bytes, {line['over_cached_model']:.3f} of the model"
-    contestants = [f"{line['provider']} ({line['chosen']}) {line['ms_p50']:.3g} ms"]
+    contestants = [f"{line['provider']} ({line['chosen']}) {line['ms_p50']:.4g} ms"]
     for name, peer in line["peers"].items():
-        contestants.append(f"{name} " + ("-" if peer["ms_p50"] is None else f"{peer['ms_p50']:.3g} ms"))
+        contestants.append(f"{name} " + ("-" if peer["ms_p50"] is None else f"{peer['ms_p50']:.4g} ms"))
     speed = line["peers"][DENSE]["ratio_p50"]
     proportion = "" if speed is None else f"; {1 / speed / line['kept_fraction']:.2f} of proportion"
     return ", ".join(contestants) + proportion
