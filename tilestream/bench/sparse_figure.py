@@ -142,7 +142,7 @@ def _legend(lines: Sequence[Line], panels: Sequence[_Panel], level: int) -> list
     grey = " or ".join(dict.fromkeys(panel.ideal_name for panel in panels))
     parts = []
     for place, (name, colour, dashes) in enumerate([*names, (grey, _GREY, ' stroke-dasharray="1 3"')]):
-        left = _LEFT + 150 * place
+        left = _LEFT + 178 * place
         parts.append(f'<path d="M{left} {level - 4}h24" stroke="{colour}" stroke-width="1.8"{dashes}/>')
         parts.append(f'<text x="{left + 30}" y="{level}">{name}</text>')
     return parts
