@@ -17,12 +17,12 @@ from tilestream.bench.cases import Case, square_case
 from tilestream.bench.gpu_cells import HIDDEN, TOKENS, Cell, Part
 from tilestream.bench.runs import Mode
 
-__all__ = ["CPU_TOKENS", "GPU_PARTS", "SPARSE_PARTS", "SparsePart", "cells_of_part", "sparse_plan"]
+__all__ = ["GPU_PARTS", "SPARSE_PARTS", "SparsePart", "sparse_plan"]
 
 SparsePart = Literal["density", "butterfly", "patterns", "traffic", "cpu"]
 SPARSE_PARTS: tuple[SparsePart, ...] = get_args(SparsePart)
 GPU_PARTS: tuple[SparsePart, ...] = ("density", "butterfly", "patterns", "traffic")
-CPU_TOKENS = 8192
+_CPU_TOKENS = 8192
 _HEAD_DIMS = (64, 128)
 _DIRECTIONS: tuple[Mode, ...] = ("forward", "backward")
 _BUTTERFLY_TOKENS, _BUTTERFLY_HEADS = 65536, 16
@@ -35,11 +35,6 @@ _QUICK_DENSITY = 8
 def sparse_plan(parts: Sequence[SparsePart] = GPU_PARTS, quick: bool = False) -> list[Cell]:
     """The cells of these parts; of a quick look fewer. Those of one case stand together."""
     return [cell for part in parts for cell in _of_part(part, quick)]
-
-
-def cells_of_part(cells: Sequence[Cell], part: SparsePart) -> list[Cell]:
-    """Those of `cells` that are of `part`."""
-    return [cell for cell in cells if cell.part == f"sparse-{part}"]
 
 
 def _of_part(part: SparsePart, quick: bool) -> list[Cell]:
@@ -57,7 +52,7 @@ def _of_part(part: SparsePart, quick: bool) -> list[Cell]:
     if part == "traffic":
         wanted = _TRAFFIC[:1] if quick else _TRAFFIC
         return [Cell("sparse-traffic", _layer(_HEAD_DIMS[-1], kept_name(one_in)), mode) for one_in, mode in wanted]
-    small = square_case(CPU_TOKENS, "float32", 64, causal=False, num_heads=2)
+    small = square_case(_CPU_TOKENS, "float32", 64, causal=False, num_heads=2)
     return _cells("sparse-cpu", [_masked(small, kept_name(one_in)) for one_in in densities], _DIRECTIONS)
 
 
