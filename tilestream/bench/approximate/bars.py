@@ -284,7 +284,8 @@ def markdown_report(lines: Sequence[Line]) -> str:
         parts.append(
             f"Batch {one['batch']}, {one['num_heads']} heads, head_dim {one['head_dim']}, {one['dtype']},"
             f" bidirectional, dropout {one['dropout_p']}, sequences that end up to 20 tokens early; columns are"
-            " lengths. Medians of training steps, whose forward and backward are timed in one. `-` has no number, for a reason below."
+            " lengths. Medians of training steps, whose forward and backward are timed in one. `-`: no number, for a"
+            " reason below."
         )
     if _models(lines):
         parts.append(

@@ -93,11 +93,13 @@ def performer(setting: Setting, device: torch.device, num_features: int | None =
     return Prepared(forward, LAYOUTS["heads first"], "no", "no", details={"num_features": int(layer.nb_features)})
 
 
-def reformer(setting: Setting, device: torch.device, bucket_size: int = REFORMER_BUCKET) -> Prepared:
+def reformer(
+    setting: Setting, device: torch.device, bucket_size: int = REFORMER_BUCKET, num_rounds: int = REFORMER_ROUNDS
+) -> Prepared:
     """Hashed buckets (arXiv:2001.04451) of the queries, which are the keys too: the given key is not read."""
     layer = (
         _import("reformer_pytorch")
-        .LSHAttention(dropout=setting.dropout_p, bucket_size=bucket_size, n_hashes=REFORMER_ROUNDS)
+        .LSHAttention(dropout=setting.dropout_p, bucket_size=bucket_size, n_hashes=num_rounds)
         .to(device)
     )
     mask = setting.is_token(device).repeat_interleave(setting.num_heads, 0) if setting.is_padded else None
@@ -110,7 +112,7 @@ def reformer(setting: Setting, device: torch.device, bucket_size: int = REFORMER
 
     details = {
         "bucket_size": bucket_size,
-        "num_rounds": REFORMER_ROUNDS,
+        "num_rounds": num_rounds,
         "note": "queries are the keys too, of length 1: compared with exact attention of those",
     }
     return Prepared(forward, LAYOUTS["heads in batch"], "yes", "boolean mask", details=details)

@@ -84,7 +84,7 @@ class Setting:
 
     def is_token(self, device: torch.device) -> Tensor:
         """bool (B, N): False at padding."""
-        return torch.lt(torch.arange(self.seqlen, device=device), torch.tensor(self.lengths, device=device)[:, None])
+        return torch.arange(self.seqlen, device=device) < torch.tensor(self.lengths, device=device)[:, None]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Layout:
 
 
 def _unpack_flat(setting: Setting, x: Tensor) -> Tensor:
-    return x.unflatten(0, (setting.batch, setting.num_heads)).transpose(1, 2)
+    return x.view(setting.batch, setting.num_heads, *x.shape[1:]).transpose(1, 2)
 
 
 def _pack_tokens(setting: Setting, x: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class _Stage:
 
     def sample(self, contestants: Sequence[_Contestant]) -> None:
         """Samples of all, in turns where their memory allows; every other turn in reverse order."""
-        limit = _TURN_MEMORY * (available_memory_bytes(self.device) or 0) if self.device.type == "cuda" else None
+        limit = _TURN_MEMORY * (_free_bytes(self.device) or 0) if self.device.type == "cuda" else None
         together = []
         for contestant in contestants:
             contestant.is_in_turns = limit is None or (contestant.memory.extra_bytes or 0) <= limit
@@ -242,7 +242,7 @@ class _Stage:
             torch.cuda.empty_cache()
 
     def _too_large(self, method: Method) -> str | None:
-        available = available_memory_bytes(self.device)
+        available = _free_bytes(self.device)
         needed = method.score_matrices * self.setting.score_bytes + _TENSOR_COPIES * self.setting.tensor_bytes
         if available is None or needed <= _USABLE_MEMORY.get(self.device.type, 0.7) * available:
             return None
@@ -354,6 +354,14 @@ def _warm_up(device: torch.device) -> None:
         x = torch.ones(2, 128, 128, dtype=dtype, device=device, requires_grad=True)
         torch.softmax(x @ x, dim=-1).sum().backward()
     _wait(device)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """What can still be allocated, including what PyTorch keeps for later; None where the system does not say."""
+    available = available_memory_bytes(device)
+    if device.type == "cuda" and available is not None:
+        available += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available
 
 
 def _first_line(error: BaseException) -> str:
