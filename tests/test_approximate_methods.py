@@ -301,10 +301,11 @@ def test_what_is_no_file_of_states_is_refused(content: Any, tmp_path: Path) -> N
 
 def test_errors_of_exact_methods_are_rounding_and_hidden_mass_is_what_a_mask_leaves_out() -> None:
     layer = layers_of()[0]
-    exact = checks.errors_on(METHODS["tilestream"], layer, 256, CPU)
+    truth = checks.Truth(layer, 256, CPU)
+    exact = checks.errors_on(METHODS["tilestream"], truth)
     assert exact.error < 1e-6
     assert exact.hidden_mass is None
-    sparse = checks.errors_on(METHODS["butterfly"], layer, 256, CPU)
+    sparse = checks.errors_on(METHODS["butterfly"], truth)
     query, key, value = layer.heads(256, torch.float64, CPU)
     shown = METHODS["butterfly"].prepare(Setting(1, 256, 4, 16), CPU).kept.to_dense()  # type: ignore[union-attr]
     p = torch.softmax(torch.einsum("bihd,bjhd->bhij", query, key) / 4, dim=-1)

@@ -110,6 +110,16 @@ def test_a_wrong_exact_method_has_no_number(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.no_poison
+def test_a_peer_that_misses_our_bound_has_its_number_and_a_caveat(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = changed("sdpa", lambda prepared: {"forward": lambda *qkv: 2 * prepared.forward(*qkv)})
+    line = measured(monkeypatch, "sdpa", prepare=wrong.prepare)
+    assert line["both_ms"] > 0
+    assert not line["is_wrong"]
+    assert line["gate_reason"].startswith("out is off")
+    assert reasons([line]) == ["PyTorch SDPA, 128 tokens: misses our bound on errors"]
+
+
+@pytest.mark.no_poison
 def test_what_cannot_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     line = measured(monkeypatch, "materialised", score_matrices=10**9)
     assert line["status"] == "out of memory"

@@ -232,9 +232,7 @@ def _method_table(lines: Sequence[Line]) -> Table:
         own = [line for line in lines if line["part"] == "speed" and line["method"] == name]
         run = [line for line in own if line["dropout"] is not None]
         texts = [_distinct(run, field) for field in ("source", "dropout", "padding")]
-        # What does not change with the length.
-        details = [f"{key.replace('_', ' ')} {value}" for key, value in _constant_details(run).items()]
-        rows.append((METHODS[name].label, *texts, "; ".join(details) or MISSING))
+        rows.append((METHODS[name].label, *texts, "; ".join(_details(run)) or MISSING))
     return Table(("", "source", "dropout", "padding mask", "settings"), rows)
 
 
@@ -242,21 +240,29 @@ def _distinct(lines: Sequence[Line], field: str) -> str:
     return distinct(lines, field) if lines else MISSING
 
 
-def _constant_details(lines: Sequence[Line]) -> dict[str, object]:
-    if not lines:
-        return {}
-    last = lines[-1]["details"]
-    return {key: value for key, value in last.items() if key != "density"}
+def _details(lines: Sequence[Line]) -> list[str]:
+    """Those of the longest length that was run."""
+    found = []
+    for key, value in (lines[-1]["details"] if lines else {}).items():
+        if key == "density":
+            found.append(f"keeps {value:.2g} of the blocks of {lines[-1]['seqlen']} tokens")
+        else:
+            found.append(str(value) if key == "note" else f"{key.replace('_', ' ')} {value}")
+    return found
 
 
 def reasons(lines: Sequence[Line]) -> list[str]:
-    """Who has no number, and why; what several lengths have in common once, with the first of them."""
+    """Who has no number, and why, or misses the bound of the gate; what several lengths share once, with the first."""
     places: dict[tuple[str, str, str], list[str]] = {}
     for line in lines:
         if line["status"] != "ok":
             key = (METHODS[line["method"]].label, line["status"], str(line["reason"]).partition(", and ")[0])
             key = key if line["status"] != "out of memory" else (*key[:2], "")
             places.setdefault(key, []).append(line["model"] or f"{line['seqlen']} tokens")
+    for line in lines:
+        if line["status"] == "ok" and line.get("gate_reason"):
+            key = (METHODS[line["method"]].label, "misses our bound on errors", "")
+            places.setdefault(key, []).append(f"{line['seqlen']} tokens")
     return [
         f"{label}, {where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {status}"
         + (f" ({reason})" if reason else "")
@@ -294,5 +300,5 @@ def markdown_report(lines: Sequence[Line]) -> str:
         )
     parts += [f"{title}:\n\n{markdown_table(table)}" for title, table in part_tables(lines) if table.rows]
     if found := reasons(lines):
-        parts.append("Without a number:\n\n" + "\n".join(f"- {reason}" for reason in found))
+        parts.append("Without a number, or with a caveat:\n\n" + "\n".join(f"- {reason}" for reason in found))
     return "\n\n".join(parts)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tilestream import api, block_sparse, reference
 from tilestream.bench import gate
-from tilestream.bench.approximate.methods import Method, Prepared
+from tilestream.bench.approximate.methods import Method, Prepared, Target
 from tilestream.bench.approximate.setting import Setting
 from tilestream.bench.approximate.states import LayerStates
 from tilestream.bench.cases import DTYPES
 from tilestream.spec import AttentionSpec, default_scale
 
-__all__ = ["LayerErrors", "check", "errors_on", "exact_attention", "shared_qk_attention"]
+__all__ = ["LayerErrors", "Truth", "check", "errors_on", "exact_attention", "shared_qk_attention"]
 
 # Of a batch the first two sequences, whose lengths differ: the oracle is slow.
 _CHECKED_SEQUENCES = 2
@@ -145,26 +145,48 @@ class LayerErrors:
     hidden_mass: float | None
 
 
-def errors_on(method: Method, layer: LayerStates, num_tokens: int, device: torch.device) -> LayerErrors:
-    """What `method` gives up on the first `num_tokens` of a layer, computed in float32, without dropout and padding."""
-    query, key, value = layer.heads(num_tokens, torch.float32, device)
+class Truth:
+    """The first `num_tokens` of a layer, and the right answers about them, each made when it is first asked for."""
+
+    def __init__(self, layer: LayerStates, num_tokens: int, device: torch.device) -> None:
+        self.layer, self.device = layer.layer, device
+        self.inputs = layer.heads(num_tokens, torch.float32, device)
+        self._outs: dict[Target, Tensor] = {}
+        self._lse: Tensor | None = None
+
+    def out(self, target: Target) -> Tensor:
+        """(1, N, H, D), float64."""
+        if target not in self._outs:
+            attend = shared_qk_attention if target == "shared-qk" else exact_attention
+            self._outs[target] = attend(*self.inputs)
+        return self._outs[target]
+
+    @property
+    def lse(self) -> Tensor:
+        """(1, H, N), of exact attention."""
+        if self._lse is None:
+            self._lse = api.attention_with_lse(*self.inputs).lse
+        return self._lse
+
+
+def errors_on(method: Method, truth: Truth) -> LayerErrors:
+    """What `method` gives up on a layer, computed in float32, without dropout and padding."""
+    query, key, value = truth.inputs
     _, seqlen, num_heads, head_dim = query.shape
     setting = Setting(1, seqlen, num_heads, head_dim, dropout_p=0.0, is_padded=False)
-    prepared = method.prepare(setting, device)
+    prepared = method.prepare(setting, truth.device)
     with torch.inference_mode():
         out = prepared.forward(*(prepared.layout.pack(setting, tensor) for tensor in (query, key, value)))
         found = prepared.layout.unpack(setting, out).double()
-        target = shared_qk_attention if method.target == "shared-qk" else exact_attention
-        wanted = target(query, key, value)
+        wanted = truth.out(method.target)
         # (1, N, H, D): norms over tokens and head_dim.
         missed, size = ((found - wanted).square().sum((0, 1, 3)), wanted.square().sum((0, 1, 3)))
         hidden_mass = None
         if prepared.kept is not None:
             kept = block_sparse.block_sparse_attention_with_lse(query, key, value, prepared.kept).lse
-            whole = api.attention_with_lse(query, key, value).lse
-            hidden_mass = max(0.0, float((1 - (kept.double() - whole.double()).exp()).mean()))
+            hidden_mass = max(0.0, float((1 - (kept.double() - truth.lse.double()).exp()).mean()))
         return LayerErrors(
-            layer.layer, float((missed.sum() / size.sum()).sqrt()), float((missed / size).sqrt().max()), hidden_mass
+            truth.layer, float((missed.sum() / size.sum()).sqrt()), float((missed / size).sqrt().max()), hidden_mass
         )
 
 

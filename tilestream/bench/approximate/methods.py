@@ -69,6 +69,8 @@ class Method:
     refuse: Callable[[Setting, torch.device], str | None] = lambda setting, device: None
     # Rough peak beside inputs and outputs, in score matrices.
     score_matrices: int = 0
+    # Of a wrong result of ours there is no number; a peer's is written beside its number.
+    is_ours: bool = False
     # What its output is compared with, where that is not softmax attention of its query, key and value.
     target: Target = "softmax"
 
@@ -212,7 +214,7 @@ def _sparse(name: str, label: str) -> Method:
     def prepare(setting: Setting, device: torch.device) -> Prepared:
         return _ours(setting, device, block_mask_of(name, setting.seqlen))
 
-    return Method(name, label, "block-sparse", _our_version, prepare, refuse)
+    return Method(name, label, "block-sparse", _our_version, prepare, refuse, is_ours=True)
 
 
 EXACT = (
@@ -225,6 +227,7 @@ EXACT = (
         _our_version,
         _ours,
         lambda setting, device: _variant_of(setting, device, None)[2],
+        is_ours=True,
     ),
     Method(
         "tilestream-plain",
@@ -235,6 +238,7 @@ EXACT = (
         lambda setting, device: ours_reason(
             dataclasses.replace(setting, dropout_p=0.0, is_padded=False), device, None, is_packed=False
         ),
+        is_ours=True,
     ),
 )
 SPARSE = (

@@ -4,7 +4,8 @@ A sample is a training step: a forward that keeps a graph, then the backward fro
 are timed in the same step, on CUDA by events on the device, which is kept busy until the host has queued all of it: so
 a package of many small operators is not charged for the host. Tensors are in each contestant's favourite layout.
 
-Exact methods, and those exact over kept blocks, pass the correctness gate at every length before they are timed.
+Exact methods, and those exact over kept blocks, go through the correctness gate at every length before they are timed. A
+peer's miss of our bound is written beside its number, not instead of it.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class _Stage:
         if method.kind != "approximate":
             query, key, value, dout = self._tensors(LAYOUTS["tokens first"])
             found.verdict = checks.check(method, self.setting, self.device, (query, key, value, dout))
-            if not found.verdict.is_green:
+            if method.is_ours and not found.verdict.is_green:
                 found.drop("wrong", f"wrong result: {found.verdict.reason}")
                 return
         found.prepared = method.prepare(self.setting, self.device)
@@ -303,6 +304,14 @@ def measure_errors(
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Iterator[Line]:
     """Cells of part error: one line per method and model, with the error of every layer that `layers` have."""
+    truths: dict[tuple[str, int, int], checks.Truth] = {}
+
+    def truth_of(layer: LayerStates, num_tokens: int) -> checks.Truth:
+        key = (layer.model, layer.layer, num_tokens)
+        if key not in truths:
+            truths[key] = checks.Truth(layer, num_tokens, device)
+        return truths[key]
+
     for cell in cells:
         on_step(str(cell))
         method = METHODS[cell.method]
@@ -313,7 +322,7 @@ def measure_errors(
             status = "skipped"
         else:
             try:
-                found = [checks.errors_on(method, layer, cell.setting.seqlen, device) for layer in of_model]
+                found = [checks.errors_on(method, truth_of(layer, cell.setting.seqlen)) for layer in of_model]
             except Exception as error:  # Of somebody else's package: anything.
                 status, reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
         errors = [one.error for one in found]
