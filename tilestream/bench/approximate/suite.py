@@ -4,8 +4,8 @@ A sample is a training step: a forward that keeps a graph, then the backward fro
 are timed in the same step, on CUDA by events on the device, which is kept busy until the host has queued all of it: so
 a package of many small operators is not charged for the host. Tensors are in each contestant's favourite layout.
 
-Exact methods, and those exact over kept blocks, go through the correctness gate at every length before they are timed. A
-peer's miss of our bound is written beside its number, not instead of it.
+Exact methods, and those exact over kept blocks, go through the correctness gate at every length before they are timed.
+A peer's miss of our bound is written beside its number, not instead of it.
 """
 
 from __future__ import annotations
