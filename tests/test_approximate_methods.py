@@ -15,13 +15,14 @@ import torch
 from approximate import CPU, SMALL, changed, layers_of, needs
 from torch import Tensor
 
-from tilestream import BlockMask
+from tilestream import BlockMask, dispatch
 from tilestream.bench.approximate import cells, checks, packages
 from tilestream.bench.approximate.cells import METHODS
 from tilestream.bench.approximate.methods import Prepared
 from tilestream.bench.approximate.setting import LAYOUTS, Setting
 from tilestream.bench.approximate.states import load_states, save_states
 from tilestream.errors import ArgumentError
+from tilestream.problem import Problem
 
 EXACT_OVER_BLOCKS = [name for name, method in METHODS.items() if method.kind != "approximate"]
 
@@ -212,6 +213,45 @@ def test_every_method_has_gradients_in_its_dtype(name: str, dtype: str) -> None:
     assert [gradient is None for gradient in gradients[:3]] == [False, name == "reformer", False]
     for tensor in (out, *(gradient for gradient in gradients if gradient is not None)):
         assert tensor.isfinite().all()
+
+
+def explained(serves: Callable[[Problem], bool], other: str | None) -> Callable[..., dispatch.Explanation]:
+    """What dispatch would say where Triton's kernels serve some problems, and `other` the rest."""
+
+    def explain(problem: Problem, backend: str | None = None) -> dispatch.Explanation:
+        if serves(problem):
+            return dispatch.Explanation("triton", (("triton", None), ("cpu", None)))
+        return dispatch.Explanation(other, (("triton", "not this one"), ("cpu", None)))
+
+    return explain
+
+
+def test_on_a_gpu_tiled_operations_are_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "explain", explained(lambda problem: problem.block_mask is None, "cpu"))
+    setting, gpu = Setting(2, 256), torch.device("cuda")
+    assert METHODS["tilestream"].refuse(setting, gpu) is None
+    assert METHODS["butterfly"].refuse(setting, gpu) == "no GPU kernel takes it: triton: not this one"
+    assert METHODS["butterfly"].refuse(setting, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("serves", "dropout", "padding"),
+    [
+        (lambda problem: True, "yes", "packed"),
+        (lambda problem: problem.layout == "dense", "yes", "no"),
+        (lambda problem: problem.spec.dropout_p == 0, "no", "packed"),
+        (lambda problem: problem.spec.dropout_p == 0 and problem.layout == "dense", "no", "no"),
+        (lambda problem: problem.spec.dropout_p == 0 or not problem.is_backward, "no", "packed"),
+    ],
+)
+def test_a_kernel_without_dropout_or_packing_runs_without_and_says_so(
+    serves: Callable[[Problem], bool], dropout: str, padding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "explain", explained(serves, None))
+    setting = Setting(2, 256)
+    assert METHODS["butterfly"].refuse(setting, CPU) is None
+    prepared = METHODS["butterfly"].prepare(setting, CPU)
+    assert (prepared.dropout, prepared.padding, prepared.details["backend"]) == (dropout, padding, "triton")
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))

@@ -107,7 +107,8 @@ def _oracle(
         shown = None
         if prepared.kept is not None:
             reach = range(rows.start, rows.stop), range(span.num_tokens)
-            shown = prepared.kept.visible(0, 0, *reach, query.device)[None, None]
+            # Made on the CPU, where the lists of a mask are.
+            shown = prepared.kept.visible(0, 0, *reach, torch.device("cpu"))[None, None].to(query.device)
         out = reference.attention_rows(
             q,
             k,

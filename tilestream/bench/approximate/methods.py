@@ -130,7 +130,7 @@ def ours_reason(setting: Setting, device: torch.device, mask: BlockMask | None, 
         problem = dataclasses.replace(setting.problem(device.type, is_packed), block_mask=mask, is_backward=is_backward)
         explanation = dispatch.explain(problem)
         if explanation.chosen is None or (device.type == "cuda" and explanation.chosen == "cpu"):
-            reasons = "; ".join(f"{who}: {reason}" for who, reason in explanation.reasons)
+            reasons = "; ".join(f"{who}: {reason}" for who, reason in explanation.reasons if reason)
             return f"no GPU kernel takes it: {reasons}" if device.type == "cuda" else reasons
     return None
 
