@@ -64,6 +64,18 @@ def test_every_method_is_measured_or_says_why_not() -> None:
         assert Cell.of_line(json.loads(json.dumps(line))).key == ("speed", line["method"], 128)
 
 
+@pytest.mark.gpu
+@pytest.mark.no_poison
+def test_every_method_is_measured_on_a_gpu(device: torch.device) -> None:
+    setting = Setting(2, 1024, dtype="bfloat16")
+    lines = list(suite.measure_cells([Cell("speed", name, setting) for name in METHODS], device, FAST))
+    for line in lines:
+        assert line["status"] == "ok" or "not installed" in line["reason"] or "no GPU kernel" in line["reason"], line
+        assert (line["both_ms"] is None) == (line["status"] != "ok")
+    memory = {line["method"]: line["peak_memory_bytes"] for line in lines}
+    assert memory["materialised"] > 2 * memory["tilestream"]
+
+
 def measured(monkeypatch: pytest.MonkeyPatch, name: str, **changes: Any) -> Line:
     """The line of a method with something changed."""
     monkeypatch.setitem(METHODS, name, dataclasses.replace(METHODS[name], **changes))
