@@ -37,7 +37,7 @@ SECONDS = 0.1
 # take it anew in the middle of a sample.
 _TURN_MEMORY = 0.1
 # Up to here a second warm-up is cheap.
-_WARM_TOKENS = 4096
+_WARM_TOKENS = {"cuda": 4096, "cpu": 512}
 _CYCLES_PER_S = 2e9
 _MAX_HOLD_S = 0.03
 # query, key, value and the gradient of out in three layouts, and what a step makes.
@@ -132,7 +132,7 @@ class _Stage:
                 return
         found.prepared = method.prepare(self.setting, self.device)
         self._tensors(found.prepared.layout)
-        if self.setting.seqlen <= _WARM_TOKENS:
+        if self.setting.seqlen <= _WARM_TOKENS.get(self.device.type, 0):
             self._step(found)
         self._measure_memory(found)
 
