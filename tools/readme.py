@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md and of five pages of docs, and a figure of one of them.
+"""Write the generated parts of README.md and of six pages of docs, and figures of one of them.
 
     python tools/readme.py                      write them again
     python tools/readme.py --check              exit 1 if they are out of date
@@ -26,6 +26,8 @@ import torch
 from tilestream import BlockMask, dispatch, teaching
 from tilestream.backends import hopper
 from tilestream.bench import bars, cpu_bars, gpu_bars, hopper_bars, sparse_bars, sparse_figure, traffic_bars
+from tilestream.bench.approximate import bars as approximate_bars
+from tilestream.bench.approximate import figure as approximate_figure
 from tilestream.bench.measure import Line
 from tilestream.bench.page_tables import figure_table, moved_tables, setting_table
 from tilestream.bench.report import Table, format_bytes, markdown_table, measurement_table, read_lines
@@ -159,6 +161,28 @@ def suite_report(suite: str, report: Callable[[Sequence[Line]], str], part: str 
         command = f"tilestream bench {suite}{f' --part {part}' if part else ''}"
         return f"No results are committed yet; `{command}` prints them for your machine."
     return report(bars.suite_lines(read_lines(path), suite))
+
+
+def approximate(results: Path = RESULTS) -> str:
+    """Exact, block-sparse and approximate attention: claims, picture and tables of every committed run."""
+    parts = []
+    for path in _approximate_runs(results):
+        lines = approximate_bars.suite_lines(read_lines(path))
+        picture = f"![Time and memory against length](images/{path.stem}.png)"
+        parts.append(f"{picture}\n\n{approximate_bars.markdown_report(lines)}")
+    return "\n\n".join(parts) or (
+        "No results are committed yet; `tilestream bench approximate --markdown` prints them for your machine."
+    )
+
+
+def _approximate_runs(results: Path = RESULTS) -> list[Path]:
+    """Those of GPUs first: h200 before cpu, since the paper's claims are about GPUs."""
+    return sorted(results.glob("approximate-*.jsonl"), reverse=True)
+
+
+def _pictures() -> dict[Path, Path]:
+    """Where the picture of each run of `approximate` is, and its lines."""
+    return {PICTURE.parent / f"{path.stem}.png": path for path in _approximate_runs()}
 
 
 def _gpt2_medium() -> Problem:
@@ -301,6 +325,7 @@ PAGES = {
     BLOCK_SPARSE: {
         "mask-pictures": mask_pictures,
         "block-sparse-gpu": lambda: block_sparse_speed("gpu"),
+        "approximate": approximate,
         "block-sparse-cpu": lambda: block_sparse_speed("cpu"),
     },
     CPU_PERFORMANCE: {"cpu-performance": lambda: suite_report("cpu", cpu_bars.markdown_report)},
@@ -331,6 +356,20 @@ def take_over(demo: Path) -> None:
         shutil.copyfile(demo / name, target)
 
 
+def _draw(is_check: bool, is_changed: bool) -> bool:
+    """Draw the pictures of changed lines, and those that are missing; whether there were any."""
+    found = False
+    for picture, lines in _pictures().items():
+        if not is_changed and picture.exists():
+            continue
+        found = True
+        if is_check:
+            sys.stderr.write(f"{picture.relative_to(ROOT)} is out of date: run `make readme`\n")
+        else:
+            approximate_figure.draw(approximate_bars.suite_lines(read_lines(lines)), picture)
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
     assert __doc__ is not None
@@ -349,6 +388,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif text != wanted:
             page.write_text(wanted, encoding="utf-8")
         is_out_of_date = is_out_of_date or text != wanted
+        if page == BLOCK_SPARSE:
+            is_out_of_date |= _draw(options.check, text != wanted)
     return int(is_out_of_date and options.check)
 
 

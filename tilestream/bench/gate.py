@@ -16,7 +16,17 @@ from tilestream.bench.cases import DTYPES, Case, normal_numbers
 from tilestream.bench.providers import Provider
 from tilestream.problem import AttentionInputs
 
-__all__ = ["Gate", "Oracle", "check", "checked_case", "compare", "consult"]
+__all__ = [
+    "Gate",
+    "Oracle",
+    "allowed_error",
+    "check",
+    "checked_case",
+    "compare",
+    "consult",
+    "largest_error",
+    "row_blocks",
+]
 
 _ROWS_PER_BLOCK = 16
 # With a block mask each block of rows sees other keys.
@@ -82,7 +92,7 @@ def checked_case(case: Case, provider: Provider) -> Case:
 def consult(case: Case, device: torch.device, with_gradients: bool, inputs: AttentionInputs | None = None) -> Oracle:
     """What every provider of `case` is compared with, on `inputs` or on new ones."""
     inputs = case.make_inputs(device) if inputs is None else inputs
-    blocks = _row_blocks(case)
+    blocks = row_blocks(case.seqlen_q, is_masked=bool(case.mask))
     dout = _sampled_dout(case, blocks, device)
     exact, plain = (
         _right_results(case, inputs, blocks, dout, dtype, with_gradients)
@@ -104,17 +114,17 @@ def compare(oracle: Oracle, provider: Provider) -> Gate:
         found["dq"] = torch.cat([found["dq"][:, rows] for rows in blocks], dim=1)
     reasons = {}
     for name, tensor in found.items():
-        error = _largest_error(tensor, exact[name])
-        allowed = _allowed(name, plain[name], exact[name], DTYPES[case.dtype])
+        error = largest_error(tensor, exact[name])
+        allowed = allowed_error(name, plain[name], exact[name], DTYPES[case.dtype])
         # Written so that a NaN is red.
         if not error <= allowed:
             reasons[name] = f"{name} is off by {error:.3g}, allowed {allowed:.3g}"
-    return Gate(_largest_error(found["out"], exact["out"]), reasons)
+    return Gate(largest_error(found["out"], exact["out"]), reasons)
 
 
-def _row_blocks(case: Case) -> list[slice]:
+def row_blocks(seqlen_q: int, is_masked: bool = False) -> list[slice]:
     """All rows of a short case, some blocks of a long one from the first rows to the last."""
-    seqlen_q, count = case.seqlen_q, _NUM_MASKED_BLOCKS if case.mask else _NUM_BLOCKS
+    count = _NUM_MASKED_BLOCKS if is_masked else _NUM_BLOCKS
     if seqlen_q <= _MAX_UNSAMPLED_ROWS:
         return [slice(0, seqlen_q)]
     starts = ((seqlen_q - _ROWS_PER_BLOCK) * k // (count - 1) for k in range(count))
@@ -174,12 +184,14 @@ def _right_results(
     return exact | {"dq": torch.cat(dqs, dim=1), "dk": dk.detach(), "dv": dv.detach()} if with_gradients else exact
 
 
-def _largest_error(found: Tensor, exact: Tensor) -> float:
+def largest_error(found: Tensor, exact: Tensor) -> float:
+    """The largest absolute difference; 0.0 of nothing."""
     return float((found.double() - exact.double()).abs().max()) if exact.numel() else 0.0
 
 
-def _allowed(name: str, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+def allowed_error(name: str, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+    """How far the result called `name` may be off in `dtype`, where `plain` is materialised in it."""
     largest = float(exact.abs().max()) if exact.numel() else 0.0
     accumulation = torch.float64 if dtype == torch.float64 else torch.float32
     in_sums = 0.0 if name == "out" else _SUMMATION_ULPS * torch.finfo(accumulation).eps * largest
-    return _ERROR_FACTOR * _largest_error(plain, exact) + _ROUNDING_ULPS * torch.finfo(dtype).eps * largest + in_sums
+    return _ERROR_FACTOR * largest_error(plain, exact) + _ROUNDING_ULPS * torch.finfo(dtype).eps * largest + in_sums

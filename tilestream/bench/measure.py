@@ -26,10 +26,12 @@ from tilestream.io.model import backward_flops, compulsory_bytes, forward_flops
 from tilestream.problem import Problem
 
 __all__ = [
+    "HOLD_CYCLES",
     "Line",
     "Settings",
     "call_flops",
     "facts",
+    "hold",
     "mask_facts",
     "measure",
     "measurement_line",
@@ -44,7 +46,7 @@ Line = dict[str, Any]
 
 _FLUSH_BYTES = 256 << 20
 # A millisecond at 2 GHz: longer than a host needs to queue a call of a few kernels, guards of torch.compile included.
-_HOLD_CYCLES = 2_000_000
+HOLD_CYCLES = 2_000_000
 # Of the free memory, this much may be used: the rest of the machine lives too.
 _USABLE_MEMORY = 0.7
 # Inputs, outputs and gradients of the timed run and of the gate, in the input precision and in float64.
@@ -173,8 +175,7 @@ def time_ms(run: Run, device: torch.device) -> float:
     """One timed call."""
     run.setup()
     if device.type == "cuda":
-        torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device).zero_()
-        torch.cuda._sleep(_HOLD_CYCLES)
+        hold(device)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         run.call()
@@ -186,6 +187,12 @@ def time_ms(run: Run, device: torch.device) -> float:
     if device.type == "mps":
         torch.mps.synchronize()
     return (time.perf_counter() - began) * 1e3
+
+
+def hold(device: torch.device, cycles: int = HOLD_CYCLES) -> None:
+    """Flush the cache of a CUDA device and keep it busy, so that what is queued meanwhile runs without gaps."""
+    torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device).zero_()
+    torch.cuda._sleep(cycles)
 
 
 def measurement_line(

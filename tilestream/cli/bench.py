@@ -7,6 +7,7 @@ import argparse
 import torch
 
 from tilestream.bench import cpu_suite, gpu_suite, sparse_suite
+from tilestream.bench.approximate import suite as approximate_suite
 from tilestream.bench.cases import CASES, case_named
 from tilestream.bench.gpu_cells import HOPPER_DIRECTIONS
 from tilestream.bench.machine import busy_warning
@@ -16,7 +17,7 @@ from tilestream.bench.report import markdown_table, measurement_table, write_lin
 from tilestream.bench.runs import MODES, Mode
 from tilestream.bench.sparse_cells import SPARSE_PARTS
 from tilestream.cli import arguments as types
-from tilestream.cli import bench_cpu, bench_gpu, bench_sparse
+from tilestream.cli import bench_approximate, bench_cpu, bench_gpu, bench_sparse
 from tilestream.cli.console import Console
 from tilestream.errors import ArgumentError
 
@@ -40,25 +41,33 @@ _SUITES = {
     "hopper": bench_gpu.run_hopper,
     "traffic": bench_gpu.run_traffic,
     "block-sparse": bench_sparse.run,
+    "approximate": bench_approximate.run,
 }
 # What --part names, by suite.
 _PARTS: dict[str, tuple[str, ...]] = {"hopper": HOPPER_DIRECTIONS, "block-sparse": SPARSE_PARTS}
-_SECONDS = f"cpu {cpu_suite.SECONDS}, others {gpu_suite.SECONDS}"
+_SECONDS = f"cpu {cpu_suite.SECONDS}, approximate {approximate_suite.SECONDS}, others {gpu_suite.SECONDS}"
 _PROVIDERS = (
     f"cpu {cpu_suite.PROVIDER}, gpu {gpu_suite.PROVIDER}, block-sparse {sparse_suite.PROVIDER},"
     f" others {gpu_suite.HOPPER_PROVIDER}"
 )
 _USES = " or ".join(f"tilestream bench {suite}" for suite in _SUITES)
 _OF_HOPPER = {"part": "--part"}
-_OF_SUITE = {**_OF_HOPPER, "quick": "--quick", "provider": "--provider", "from_file": "--from"}
+_OF_APPROXIMATE = {"lengths": "--lengths", "states": "--states", "capture": "--capture", "plot": "--plot"}
+_OF_SUITE = {**_OF_HOPPER, **_OF_APPROXIMATE, "quick": "--quick", "provider": "--provider", "from_file": "--from"}
+_OF_OTHERS = {**_OF_CASES, **_OF_APPROXIMATE}
 # Options that somebody else knows, by suite.
 _IDLE = {
     None: _OF_SUITE,
-    "cpu": {**_OF_CASES, **_OF_HOPPER},
-    "gpu": {**_OF_CASES, **_OF_HOPPER, "threads": "--threads"},
-    "hopper": {**_OF_CASES, "threads": "--threads"},
-    "traffic": {**_OF_CASES, **_OF_HOPPER, "threads": "--threads", "seconds": "--seconds"},
-    "block-sparse": _OF_CASES,
+    "cpu": {**_OF_OTHERS, **_OF_HOPPER},
+    "gpu": {**_OF_OTHERS, **_OF_HOPPER, "threads": "--threads"},
+    "hopper": {**_OF_OTHERS, "threads": "--threads"},
+    "traffic": {**_OF_OTHERS, **_OF_HOPPER, "threads": "--threads", "seconds": "--seconds"},
+    "block-sparse": _OF_OTHERS,
+    "approximate": {
+        **{name: option for name, option in _OF_CASES.items() if name != "device"},
+        **_OF_HOPPER,
+        "provider": "--provider",
+    },
 }
 
 
@@ -76,7 +85,8 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
         help="measure this suite instead of chosen cases; cpu: the native CPU kernels against their bars, 12 minutes;"
         " gpu: the GPU kernels against theirs, 4 minutes; hopper: forward and backward on sm_90 against every public"
         " kernel, 3 minutes each; traffic: bytes that calls move through HBM, counted by NVIDIA's ncu, 4 minutes;"
-        " block-sparse: calls with a block mask against dense ones and FlexAttention, 3 minutes",
+        " block-sparse: calls with a block mask against dense ones and FlexAttention, 3 minutes;"
+        " approximate: approximate and block-sparse attention against exact, with their errors, 4 minutes",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and providers, or the suite, and stop")
     parser.add_argument("--threads", type=types.count, help="CPU threads; default: torch's choice; cpu: 1 and that")
@@ -91,7 +101,9 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
     chosen.add_argument(
         "--modes", nargs="+", metavar="MODE", choices=MODES, help=f"{', '.join(MODES)}; default forward"
     )
-    chosen.add_argument("--device", type=types.available_device, help="default cpu")
+    chosen.add_argument(
+        "--device", type=types.available_device, help="default cpu; approximate: cuda where there is one"
+    )
     chosen.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64"), help="instead of each case's")
     chosen.add_argument("--no-memory", action="store_true", help="times only")
     suite = parser.add_argument_group("with a suite")
@@ -105,6 +117,15 @@ def add_parser(commands: argparse._SubParsersAction[types.Parser]) -> None:
     suite.add_argument(
         "--from", dest="from_file", metavar="FILE", help="measure nothing, show the lines of an earlier --output"
     )
+    approximate = parser.add_argument_group("with the suite approximate")
+    approximate.add_argument("--lengths", type=types.count, nargs="+", metavar="N", help="instead of the suite's")
+    approximate.add_argument(
+        "--states", metavar="FILE", help="real queries, keys and values; default: captured now, where the models are"
+    )
+    approximate.add_argument(
+        "--capture", metavar="FILE", help="measure nothing, write such a file (31 MB) for a machine without the models"
+    )
+    approximate.add_argument("--plot", metavar="FILE", help="write a PNG of time and memory against length")
     parser.set_defaults(run=run)
 
 

