@@ -37,6 +37,7 @@ _FEW_ROWS = 64
 _SMALL_HEAD_DIM = 64
 # Positions, edges and rows are 32-bit numbers in the kernel; addresses are not.
 _MOST_ROWS = 2**28
+_MOST_TILES = 2**30
 # Scales whose products with a score float32 can hold, far from its ends.
 _SCALES = (2.0**-64, 2.0**64)
 _CAPABILITY = (9, 0)
@@ -94,8 +95,8 @@ class HopperBackend:
 
 def problem_reason(problem: Problem, num_processors: int) -> str | None:
     """Why the kernel cannot run a call on a Hopper GPU of so many processors, or should not; None if it does."""
-    if problem.block_mask is not None:
-        return "its kernels take no block mask yet"
+    if (reason := _mask_reason(problem)) is not None:
+        return reason
     if problem.spec.dropout_p > 0:
         return "dropout is served by the Triton backend"
     if (reason := _operands_reason(problem)) is not None:
@@ -106,6 +107,17 @@ def problem_reason(problem: Problem, num_processors: int) -> str | None:
     if max(problem.total_k, (problem.total_q + problem.batch) * problem.num_heads_q) > _MOST_ROWS:
         return "it has more than 2**28 rows of queries or keys"
     return _slower_reason(problem, num_processors)
+
+
+def _mask_reason(problem: Problem) -> str | None:
+    """What keeps the forward from a block mask."""
+    mask, spec = problem.block_mask, problem.spec
+    if mask is None:
+        return None
+    if any((spec.softcap > 0, spec.has_alibi, spec.has_bias, problem.layout == "varlen")):
+        return "block masks with softcap, ALiBi, bias or packed sequences are not served here"
+    blocks = mask.planes[0] * mask.planes[1] * (problem.seqlen_q >> 7) * (problem.seqlen_k >> 6)
+    return "its tiles are too many to be numbered" if blocks >= _MOST_TILES else None
 
 
 def _operands_reason(problem: Problem) -> str | None:
@@ -137,6 +149,8 @@ def _slower_reason(problem: Problem, num_processors: int) -> str | None:
 def backward_reason(problem: Problem) -> str | None:
     """Why a backward is the Triton backend's."""
     spec = problem.spec
+    if problem.block_mask is not None:
+        return "its backward takes no block mask yet"
     if any((spec.dropout_p > 0, spec.softcap > 0, spec.has_alibi, spec.has_bias, problem.layout == "varlen")):
         return "dropout, softcap, ALiBi, bias and packed sequences are served by the Triton backend"
     if spec.deterministic:

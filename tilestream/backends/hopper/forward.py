@@ -47,7 +47,17 @@ from tilestream.backends.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from tilestream.backends.hopper.places import key_place, numbers_at, row_place
-from tilestream.backends.hopper.schedule import fetch, following, own_keys, place_of, publish
+from tilestream.backends.hopper.schedule import (
+    fetch,
+    fetch_step,
+    following,
+    key_start,
+    next_keys,
+    num_first_partial,
+    own_keys,
+    place_of,
+    publish,
+)
 from tilestream.backends.hopper.score import Rows, head_sink, head_slope, masked, scores
 from tilestream.backends.hopper.softmax import lane_sums, rescaled, scaled, softmax
 from tilestream.backends.triton.tiles import is_partial
@@ -90,10 +100,12 @@ def _produce(q_desc, k_desc, v_desc, shared, tensors, numbers, facts: gl.constex
     next_num_steps = num_steps
     while unit < numbers.num_units:
         n_start = place.hi - facts.block_n
+        fetch_at = fetch_step(num_steps, facts)
         for index in range(num_steps):
             stage = step % facts.config.num_stages
             is_odd = (step // facts.config.num_stages) & 1
-            keys = key_place(n_start, place.sequence, facts)
+            # Before the wait, which hides where the lists are read.
+            keys = key_place(key_start(n_start, index, place, tensors, facts), place.sequence, facts)
             mbarrier.wait(shared.k_empty.index(stage), is_odd ^ 1)
             mbarrier.expect(shared.k_full.index(stage), k_desc.block_type.nbytes)
             load_tile(k_desc, keys, shared.k_full.index(stage), shared.k.index(stage))
@@ -108,7 +120,7 @@ def _produce(q_desc, k_desc, v_desc, shared, tensors, numbers, facts: gl.constex
             mbarrier.expect(shared.v_full.index(stage), v_desc.block_type.nbytes)
             load_tile(v_desc, keys, shared.v_full.index(stage), shared.v.index(stage))
             # Now, because stages have to empty before what is next can be loaded.
-            if index == 0:
+            if index == fetch_at:
                 next_unit = fetch(unit, tensors, numbers, facts)
                 publish(next_unit, tile, shared, facts)
                 next_place, next_num_steps = place_of(next_unit, tensors, numbers, facts)
@@ -150,6 +162,15 @@ def _skip(num_skipped, n_start, step, turns, c: gl.constexpr, shared, facts: gl.
         step += 1
         n_start -= facts.block_n
     return n_start, step, turns
+
+
+@jit
+def _first_keys(num_skipped, place, step, turns, c: gl.constexpr, shared, facts: gl.constexpr):
+    """(n_start, step, turns) of the first key tile that shows consumer c anything."""
+    if facts.has_blocks:
+        return place.first, step, turns
+    else:
+        return _skip(num_skipped, place.hi - facts.block_n, step, turns, c, shared, facts)
 
 
 @jit
@@ -238,7 +259,7 @@ def _finish(
 class Steps(NamedTuple):
     """Where a consumer is: the last key tile whose scores it has, and how many of its row tile are left."""
 
-    n_start: Any
+    n_start: Any  # with a block mask: its place in the lists
     num_left: Any
     step: Any
     turns: Any
@@ -247,7 +268,8 @@ class Steps(NamedTuple):
 @jit
 def _scores(steps, c: gl.constexpr, shared, facts: gl.constexpr):
     """(S of the next key tile, `steps` there), with nothing beside it."""
-    steps = Steps(steps.n_start - facts.block_n, steps.num_left - 1, steps.step + 1, steps.turns + 1)
+    n_start = next_keys(steps.n_start, facts)
+    steps = Steps(n_start, steps.num_left - 1, steps.step + 1, steps.turns + 1)
     stage = steps.step % facts.config.num_stages
     mbarrier.wait(shared.k_full.index(stage), (steps.step // facts.config.num_stages) & 1)
     _await_turn(c, steps.turns - 1, True, shared, facts)
@@ -265,7 +287,7 @@ def _fold(s_mn, row_sum, row_max, acc, rows, steps, shared, tensors, numbers, fa
     """(row_sum, row_max, acc) with a PARTIAL key tile, with nothing beside it."""
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     s_mn = scores(s_mn, rows, steps.n_start, tensors, numbers, facts)
-    s_mn = masked(s_mn, rows, steps.n_start, facts)
+    s_mn = masked(s_mn, rows, steps.n_start, tensors, facts)
     p_mn, new_sum, row_max, alpha = softmax(s_mn, row_max, numbers, facts)
     p_mn = gl.convert_layout(p_mn.to(shared.v.dtype), p_layout)
     acc = _multiply_values(p_mn, rescaled(acc, alpha, facts), steps.step, shared, facts)
@@ -287,7 +309,7 @@ def _attend(
     q_m = shared.q.index(c).reshape([facts.rows, facts.block_d])
     for _ in range(num_steps):
         num_left -= 1
-        n_start -= facts.block_n
+        n_start = next_keys(n_start, facts)
         stage = step % facts.config.num_stages
         is_odd = (step // facts.config.num_stages) & 1
         next_stage = (step + 1) % facts.config.num_stages
@@ -328,8 +350,7 @@ def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.cons
     unit = gl.program_id(0)
     place, num_steps = place_of(unit, tensors, numbers, facts)
     ranges, num_skipped = own_keys(place, num_steps, c, facts)
-    n_start = place.hi - facts.block_n
-    n_start, step, turns = _skip(num_skipped, n_start, gl.to_tensor(0), gl.to_tensor(0), c, shared, facts)
+    n_start, step, turns = _first_keys(num_skipped, place, gl.to_tensor(0), gl.to_tensor(0), c, shared, facts)
     s_mn = warpgroup_mma_wait(0, deps=[_first_scores(tile, step, turns, True, c, shared, facts)])
     are_flagged = gl.full([facts.rows], 0, gl.int32, row_layout)
     exists = True
@@ -348,14 +369,14 @@ def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.cons
         # PARTIAL tiles have loops of their own, but the last one on the right: a branch in the loop over FULL ones, or
         # P carried from one loop to another, makes it slower.
         num_first = 0
-        if facts.has_right:
-            num_first = gl.minimum(gl.maximum(steps.n_start - ranges.full_hi, 0) // facts.block_n, steps.num_left)
+        if facts.has_right or facts.has_blocks:
+            num_first = num_first_partial(steps, ranges, facts)
             for _ in range(num_first):
                 row_sum, row_max, acc = _fold(s_mn, row_sum, row_max, acc, rows, steps, shared, tensors, numbers, facts)
                 s_mn, steps = _scores(steps, c, shared, facts)
         s_mn = scores(s_mn, rows, steps.n_start, tensors, numbers, facts)
         if is_partial(steps.n_start, ranges):
-            s_mn = masked(s_mn, rows, steps.n_start, facts)
+            s_mn = masked(s_mn, rows, steps.n_start, tensors, facts)
         p_mn, new_sum, row_max, alpha = softmax(s_mn, row_max, numbers, facts)
         p_mn = gl.convert_layout(p_mn.to(shared.v.dtype), p_layout)
         row_sum = scaled(row_sum, alpha) + new_sum
@@ -383,8 +404,7 @@ def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.cons
         if facts.shares_q:
             are_flagged |= _finish(acc, row_sum, row_max, place, c, out_desc, shared, tensors, numbers, facts)
         num_next = gl.where(exists, num_skipped, 0)
-        n_start = next_place.hi - facts.block_n
-        n_start, step, turns = _skip(num_next, n_start, steps.step + 1, steps.turns, c, shared, facts)
+        n_start, step, turns = _first_keys(num_next, next_place, steps.step + 1, steps.turns, c, shared, facts)
         s_mn = _first_scores(tile, step, turns, exists, c, shared, facts)
         if not facts.shares_q:
             are_flagged |= _finish(acc, row_sum, row_max, place, c, out_desc, shared, tensors, numbers, facts)
