@@ -80,6 +80,35 @@ def test_lists_are_the_mask(name: str, tile: tuple[int, int]) -> None:
         assert not shown[..., seqlen_k:].any()
 
 
+@pytest.mark.parametrize("name", [*MASKS, "large_blocks"])
+def test_lists_by_keys_are_the_mask(name: str) -> None:
+    """Every tile of keys of every KV head once; and what the row tiles of its query heads show is mask and band."""
+    from tilestream.backends.hopper.block_lists import KEY_RECORD, key_lists_of
+
+    seqlen_q, seqlen_k, tile = 461, 300, (64, 128)
+    mask = mask_of(name, seqlen_q, seqlen_k, _BATCH, _HEADS_KV * _GROUP)
+    for band in _BANDS:
+        problem = _problem(seqlen_q, seqlen_k, band)
+        lists = key_lists_of(problem, mask, tile, 132, torch.device("cpu"))
+        i, j = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
+        seen = mask.to_dense().expand(_BATCH, _HEADS_KV * _GROUP, -1, -1) & band_shows(band, i, j)
+        shown = torch.zeros(_BATCH, _HEADS_KV * _GROUP, 512, 512, dtype=torch.int32)
+        records = lists.units.view(-1, KEY_RECORD).tolist()
+        assert len({tuple(record) for record in records}) == len(records) == _BATCH * _HEADS_KV * 3
+        for batch, head_kv, n_start, _ in records:
+            for head in range(head_kv * _GROUP, (head_kv + 1) * _GROUP):
+                first, num_partial, num_tiles, _ = lists.lists[batch * 4 + head, n_start // tile[1]].tolist()
+                for place in range(first, first + num_tiles):
+                    pattern, start = int(lists.patterns[place]), int(lists.row_tiles[place]) * tile[0]
+                    assert (pattern >= 0) == (place - first < num_partial)
+                    words = lists.bits[max(pattern, 0)].long()[:, torch.arange(tile[0]) // 32]
+                    pairs = (words >> (torch.arange(tile[0]) % 32) & 1).int().t()
+                    part = slice(start, start + tile[0]), slice(n_start, n_start + tile[1])
+                    shown[batch, head][part] += pairs if pattern >= 0 else 1
+        assert torch.equal(shown[:, :, :seqlen_q, :seqlen_k], seen.int()), (name, band)
+        assert not shown[..., seqlen_k:].any()
+
+
 def band_shows(band: Band, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
     """bool (queries, keys)."""
     left = torch.ones_like(i - j, dtype=torch.bool) if band.left is None else i - j <= band.left
@@ -147,6 +176,35 @@ def test_forward(case: Case, is_finite: bool, device: torch.device) -> None:
         assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
     assert all(map(same_bits, result, again)), f"two runs differ: {case}"
     found = faults(inputs, result, {})
+    assert not found, "\n".join([*found, str(case)])
+
+
+_BACKWARD_FEATURES = {
+    **_FEATURES,
+    "widths": ((64, 64), (128, 128), (40, 64), (96, 96), (128, 32), (32, 104)),
+}
+BACKWARD_CASES = [
+    Case(f"hopper_blocks_backward{number:03d}", **row) for number, row in enumerate(pairwise(_BACKWARD_FEATURES))
+]
+
+
+def test_backward_cases_are_served() -> None:
+    refused = [case for case in BACKWARD_CASES if hopper.backward_reason(case.problem("cuda", is_backward=True))]
+    assert refused == []
+
+
+@pytest.mark.gpu
+@_needs_hopper
+@pytest.mark.parametrize("is_finite", [True, False], ids=["finite", "nan"])
+@pytest.mark.parametrize("case", BACKWARD_CASES, ids=lambda case: case.id)
+def test_backward(case: Case, is_finite: bool, device: torch.device) -> None:
+    inputs = make_inputs(case, device, **({"unseen": LARGE} if is_finite else {}))
+    before = inputs.fingerprint()
+    with Target("hopper").in_use():
+        result, gradients = inputs.run("hopper")
+    for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
+        assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
+    found = faults(inputs, result, gradients)
     assert not found, "\n".join([*found, str(case)])
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from interpreter import is_ready
-from masks import mask_of
 from torch import Tensor
 
 import tilestream
@@ -92,46 +90,3 @@ def test_flagged_rows_are_computed_again(exact: Any, kernel: str, num_flaggers: 
     torch.testing.assert_close(found, wanted, atol=4e-3, rtol=4e-3)
     untouched = wanted == _UNTOUCHED
     assert torch.equal(found[untouched], wanted[untouched])
-
-
-@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning", "ignore::RuntimeWarning")
-@pytest.mark.parametrize("name", ["bits", "planes", "window"])
-def test_flagged_rows_of_a_block_mask_are_computed_again(exact: Any, name: str) -> None:
-    from tilestream.backends.hopper.block_lists import lists_of
-    from tilestream.backends.triton import plan
-    from tilestream.backends.triton.call import Tensors, contiguous_strides
-
-    seqlen_q, seqlen_k, heads = 200, 300, 2 * _GROUP
-    mask = mask_of(name, seqlen_q, seqlen_k, 2, heads)
-    generator = torch.Generator().manual_seed(3)
-    query, key, value = (
-        torch.randn(2, n, h, _HEAD_DIM, generator=generator).half()
-        for n, h in ((seqlen_q, heads), (seqlen_k, 2), (seqlen_k, 2))
-    )
-    sinks = torch.randn(heads, generator=generator)
-    # What some queries do not see.
-    key[:, 290:], value[:, 290:] = torch.nan, torch.inf
-    spec = AttentionSpec(scale=0.25, band=Band(None, 89), has_sinks=True)
-    out, lse = tilestream.block_sparse_attention_with_lse(
-        query, key, value, mask, window=(None, 89), shift=0, scale=0.25, sinks=sinks, backend="cpu"
-    )
-    problem = Problem.dense(
-        batch=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_q=heads, num_heads_kv=2, head_dim=_HEAD_DIM,
-        dtype=torch.float16, spec=spec, shift=0,
-    )  # fmt: skip
-    lists = lists_of(problem, mask, (128, 64), 132, torch.device("cpu"))
-    problem = replace(problem, num_heads_kv=heads, spec=replace(spec, band=Band(None, None)))
-    strides = tuple(contiguous_strides(tuple(x.shape)) for x in (query, key, value))
-    build = plan.Builder(problem, plan.How(torch.device("cpu"), "ieee", True, strides))
-    config = replace(exact.EXACT_CONFIG, num_slices=64 // exact.EXACT_CONFIG.block_n)
-    step = build.row_step(exact.exact_listed_rows_kernel, config, sizes={"num_flaggers": 3})
-    flags = torch.zeros(3 + 2 * heads * seqlen_q, dtype=torch.int32)
-    wanted = torch.full_like(out, _UNTOUCHED)
-    for batch, head, row in ((0, 1, 5), (1, 3, 199), (1, 0, 130)):
-        flags[3 + (batch * heads + head) * seqlen_q + row] = flags[1] = 1
-        tile = slice(row // 32 * 32, row // 32 * 32 + 32)
-        wanted[batch, tile, head] = out[batch, tile, head]
-    found = torch.full_like(out, _UNTOUCHED)
-    tensors = Tensors(query, key, value, sinks=sinks, out=found, lse=lse, flags=flags, **lists.for_exact())
-    step.kernel[(3,)](tensors, step.numbers, step.facts)
-    torch.testing.assert_close(found, wanted, atol=4e-3, rtol=4e-3, equal_nan=True)

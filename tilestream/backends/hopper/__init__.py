@@ -29,6 +29,7 @@ __all__ = ["BACKEND", "HopperBackend", "problem_reason"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD_DIM = 256
+_LARGEST_MASKED_BACKWARD = 128
 # TMA counts in 16 bytes.
 _HEAD_DIM_UNIT = 8
 # Of a KV head; half of a tile.
@@ -54,8 +55,16 @@ class HopperBackend:
         if reason is None and triton.is_interpreted():
             return "Gluon has no interpreter"
         if reason is None and problem.is_backward:
-            return triton.BACKEND.supports(problem)
+            return self._backward_reason(problem)
         return reason if reason is not None else problem_reason(problem, _num_processors())
+
+    @staticmethod
+    def _backward_reason(problem: Problem) -> str | None:
+        own = backward_reason(problem)
+        if own is None:
+            return None
+        other = triton.BACKEND.supports(problem)
+        return other if other is None or problem.block_mask is None else f"{own}; Triton: {other}"
 
     def tile_shape(self, problem: Problem) -> TileShape:
         """See `Backend.tile_shape`."""
@@ -150,7 +159,12 @@ def backward_reason(problem: Problem) -> str | None:
     """Why a backward is the Triton backend's."""
     spec = problem.spec
     if problem.block_mask is not None:
-        return "its backward takes no block mask yet"
+        if max(problem.head_dim, problem.head_dim_v) > _LARGEST_MASKED_BACKWARD:
+            return (
+                f"with a block mask head_dim {max(problem.head_dim, problem.head_dim_v)} is served by Triton's backward"
+            )
+        if (reason := _mask_reason(problem)) is not None:
+            return reason
     if any((spec.dropout_p > 0, spec.softcap > 0, spec.has_alibi, spec.has_bias, problem.layout == "varlen")):
         return "dropout, softcap, ALiBi, bias and packed sequences are served by the Triton backend"
     if spec.deterministic:

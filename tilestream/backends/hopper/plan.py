@@ -38,7 +38,8 @@ from tilestream.backends.hopper.call import (
     readable_bias,
     tma_strides,
 )
-from tilestream.backends.hopper.exact import EXACT_CONFIG, exact_listed_rows_kernel, exact_rows_kernel
+from tilestream.backends.hopper.exact import EXACT_CONFIG, exact_rows_kernel
+from tilestream.backends.hopper.exact_lists import exact_listed_rows_kernel
 from tilestream.backends.hopper.forward import forward_kernel
 from tilestream.backends.hopper.gluon_names import GluonASTSource, gl
 from tilestream.backends.triton.call import Tensors, contiguous_strides, shapes_of
