@@ -131,6 +131,16 @@ def test_long_rows_come_first_and_heads_in_turn() -> None:
     assert lengths == sorted(lengths, reverse=True)
 
 
+def test_whole_blocks_hide_nothing_in_tiles_that_are_loaded() -> None:
+    from tilestream.backends.hopper.block_lists import key_lists_of, lists_of
+
+    for seqlen, block_size, hides in ((1000, 128, False), (1000, 64, True), (1024, (256, 128), False)):
+        problem = _problem(seqlen, seqlen, Band(None, None))
+        mask = BlockMask.butterfly(seqlen, block_size=block_size)
+        for make, tile in ((lists_of, (128, 128)), (key_lists_of, (128, 128))):
+            assert make(problem, mask, tile, 132, torch.device("cpu")).hides == hides
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -119,9 +119,14 @@ class BackwardPlan:
             problem = replace(problem, block_mask=None)
             where = num_processors(how.device), how.device
             self._lists = key_lists_of(problem, mask, (BLOCK_M, self.facts.block_n), *where)
-            self._row_lists = lists_of(problem, mask, (ROW_BLOCK, _EXACT_KEYS), *where)
+            if self._lists.hides:
+                self._row_lists = lists_of(problem, mask, (ROW_BLOCK, _EXACT_KEYS), *where)
             # Which the lists know of.
             problem = replace(problem, spec=replace(problem.spec, band=Band(None, None)))
+        self._all_facts = {self.facts}
+        if self._lists is not None:
+            self._all_facts.add(replace(self.facts, flags=False))
+            self.facts = replace(self.facts, flags=self._lists.hides)
         self.problem = problem
         self.numbers: BackwardNumbers = backward_numbers_of(problem, self.facts.block_n)
         self._device, self._empty = how.device, allocator(how.device)
@@ -139,6 +144,17 @@ class BackwardPlan:
         self._num_rows = math.prod(lse_shape(problem)) if self.facts.flags else 0
         self._num_key_flags = self.numbers.num_sides * self.numbers.num_key_flags
         self._before, self._after, self._exact_key = _steps(problem, how, self.facts)
+        # What another mask needs.
+        self._others = (
+            []
+            if self._lists is None
+            else [
+                step
+                for flags in (False, True)
+                for steps in _steps(problem, how, replace(self.facts, flags=flags))
+                for step in steps
+            ]
+        )
         # Found at the first launch.
         self._compiled: Any = None
 
@@ -182,14 +198,15 @@ class BackwardPlan:
         descriptors += [Descriptor(x, (self._num_padded,), (1,)) for x in padded]
         others: Any = BackwardOthers(sums, key_flags, unit_counter(self._device, stream))
         if self._lists is not None:
-            others = BlockBackwardOthers(*others, *self._lists)
+            others = BlockBackwardOthers(*others, *self._lists[:-1])
         launch_kernel(self._compiled, self._num_programs, stream, descriptors, others, self.numbers, self.facts)
 
     def _load(self) -> None:
         """Compile all that calls like this one need, side by side."""
-        key = self.facts, self.problem.dtype, self._device
-        steps = [*self._before, *self._after, *self._exact_key]
-        self._compiled = load_kernels(steps, self._device, {key: functools.partial(_compile, *key[:2])})[key]
+        dtype = self.problem.dtype
+        jobs = {(of, dtype, self._device): functools.partial(_compile, of, dtype) for of in self._all_facts}
+        steps = [*self._before, *self._after, *self._exact_key, *self._others]
+        self._compiled = load_kernels(steps, self._device, jobs)[self.facts, dtype, self._device]
 
 
 def _steps(problem: Problem, how: How, facts: BackwardFacts) -> tuple[list[Step], list[Step], list[Step]]:

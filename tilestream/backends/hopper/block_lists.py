@@ -38,6 +38,8 @@ class Lists(NamedTuple):
     bits: Tensor  # (P, queries, words), as of `TileLists`
     # (heads of all batch entries, row tiles, 4), for the exact kernel: place of the first tile, their number, KV head.
     rows: Tensor
+    # Whether any pair is hidden in a tile that is loaded, but keys beyond the last one, which are zeros.
+    hides: bool
 
     def for_exact(self) -> dict[str, Tensor]:
         """What the exact kernel reads, by names of `triton.call.Tensors`."""
@@ -59,6 +61,7 @@ class KeyLists(NamedTuple):
     row_tiles: Tensor  # (T,): which row tile of its head; PARTIAL ones first
     patterns: Tensor  # (T,): -1 of a FULL tile
     bits: Tensor  # (P, keys, words): pair (i, j) is bit i % 32 of word i // 32
+    hides: bool  # as of `Lists`
 
     def for_exact(self) -> dict[str, Tensor]:
         """What the exact kernel reads, by names of `triton.call.Tensors`."""
@@ -92,7 +95,8 @@ def lists_of(
     ], dim=1)  # fmt: skip
     head_kv = torch.arange(len(sizes))[:, None] % problem.num_heads_q // problem.group
     table = torch.stack([firsts, sizes, head_kv.expand_as(sizes), torch.zeros_like(sizes)], dim=2)
-    return Lists(*(x.to(torch.int32).to(device) for x in (units.flatten(), columns * tile[1], patterns, bits, table)))
+    made = units.flatten(), columns * tile[1], patterns, bits, table
+    return Lists._make([*_on_device(made, device), len(found.bits) > 0])
 
 
 def key_lists_of(
@@ -115,7 +119,11 @@ def key_lists_of(
     )
     table = torch.stack([firsts, num_partial, sizes, torch.zeros_like(sizes)], dim=2)
     made = units.flatten(), table, row_tiles, patterns, bits
-    return KeyLists(*(x.to(torch.int32).to(device) for x in made))
+    return KeyLists._make([*_on_device(made, device), len(found.bits) > 0])
+
+
+def _on_device(made: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
+    return [x.to(torch.int32).to(device) for x in made]
 
 
 def _of_heads(problem: Problem, lists: TileLists, offsets: Tensor, patterns: Tensor) -> tuple[Tensor, Tensor, Tensor]:

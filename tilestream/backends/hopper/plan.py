@@ -142,7 +142,7 @@ class Plan:
         *bias_strides, bias_step = how.bias_strides
         bias_step = bias_step if problem.spec.has_bias else 1
         self.facts = facts_of(problem, self.config, bias_step)
-        self._all_facts = {self.facts, *(facts_of(problem, config, bias_step) for config in configs_for(problem))}
+        all_facts = {self.facts, *(facts_of(problem, config, bias_step) for config in configs_for(problem))}
         tile = self.config.block_m, self.config.block_n
         mask, self._lists = problem.block_mask, None
         if mask is not None:
@@ -150,6 +150,10 @@ class Plan:
             self._lists = lists_of(problem, mask, tile, num_processors(how.device), how.device)
             # Which the lists know of.
             problem = replace(problem, spec=replace(problem.spec, band=Band(None, None)))
+            # Most masks of whole blocks hide nothing in the tiles that they keep.
+            all_facts |= {replace(facts, flags=False) for facts in all_facts}
+            self.facts = replace(self.facts, flags=self._lists.hides)
+        self._all_facts = all_facts
         self.problem = problem
         self.numbers: Numbers = numbers_of(problem, self.config.block_m)._replace(
             slopes_stride=how.slopes_stride, bias_strides=tuple(bias_strides)
@@ -163,7 +167,9 @@ class Plan:
         self._num_programs = min(self.numbers.num_units, num_processors(how.device))
         num_flaggers = self._num_programs * self.config.num_consumers
         self._flags = (num_flaggers + math.prod(lse),), (1,)
-        self._exact = [_exact_step(problem, how, num_flaggers, self.facts)] if self.facts.flags else []
+        # Compiled at the first call, whether this one needs it or another one.
+        needs_exact = any(facts.flags for facts in all_facts)
+        self._exact = [_exact_step(problem, how, num_flaggers, self.facts)] if needs_exact else []
         # Found at the first launch.
         self._compiled: Any = None
 
