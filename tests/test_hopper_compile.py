@@ -104,7 +104,9 @@ def _all_uses(rows: list[Row], folder: Path, packages: list[str]) -> _Uses:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_compiles_without_waste(row: Row, uses: _Uses) -> None:
-    is_plain = row.features in ("", "blocks") and row.band != "window"
+    # With a block mask and a head_dim of 64 programs have two teams, and a consumer few registers.
+    has_few = row.features == "blocks" and row.head_dim == 64
+    is_plain = row.features in ("", "blocks") and row.band != "window" and not has_few
     _assert_no_waste(uses[row], most_spilled=0 if is_plain else 40)
 
 

@@ -55,7 +55,6 @@ from tilestream.backends.hopper.dq import (
     next_step,
     row_tile_of,
 )
-from tilestream.backends.hopper.forward import barriers, tiles_like
 from tilestream.backends.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -68,6 +67,7 @@ from tilestream.backends.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from tilestream.backends.hopper.schedule import fetch, following, publish
+from tilestream.backends.hopper.shared import barriers, tiles_like
 
 __all__ = ["backward_kernel", "produce"]
 

@@ -47,6 +47,7 @@ class BackwardConfig:
     num_tiles: int
     # Of a thread of a consumer.
     registers: int = 240
+    num_teams: int = 1  # as of the forward
 
 
 @dataclass(frozen=True)

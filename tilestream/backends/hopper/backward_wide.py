@@ -49,7 +49,6 @@ from tilestream.backends.hopper.dq import (
     next_head,
     next_step,
 )
-from tilestream.backends.hopper.forward import barriers, tiles_like
 from tilestream.backends.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -61,6 +60,7 @@ from tilestream.backends.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from tilestream.backends.hopper.schedule import following
+from tilestream.backends.hopper.shared import barriers, tiles_like
 
 __all__ = ["backward_wide_kernel"]
 

@@ -62,6 +62,8 @@ class Config:
     registers: int
     takes_turns: bool = True
     keeps_max: bool = True
+    # Each with consumers, a producer and row tiles of its own.
+    num_teams: int = 1
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,13 @@ _RICHEST_CONFIGS = {
     256: Config(128, 32, num_consumers=2, num_stages=3, registers=240),
 }
 
-# With a block mask: of tiles that a mask's blocks of 128 are whole ones of.
-_BLOCK_CONFIGS = {64: _SHORT_CONFIG, 128: _CONFIGS[128], 256: _CONFIGS[256]}
+# With a block mask: of tiles that blocks of 128 are whole ones of. Four consumers, like the three above, shall keep a
+# processor busier than two, and one team computes while the other one is between row tiles; to be measured.
+_BLOCK_CONFIGS = {
+    64: Config(128, 64, num_consumers=2, num_stages=5, registers=112, takes_turns=False, num_teams=2),
+    128: _CONFIGS[128],
+    256: _CONFIGS[256],
+}
 
 
 def block_of(width: int) -> int:
@@ -250,7 +257,7 @@ def facts_of(problem: Problem, config: Config, bias_step: int = 1) -> Facts:
 
 def _shared_bytes(config: Config, block_d: int, block_dv: int) -> int:
     """Of the tiles, if q_m and out_m have places of their own; and about what barriers take."""
-    rows = config.block_m + config.num_stages * config.block_n
+    rows = config.num_teams * (config.block_m + config.num_stages * config.block_n)
     return 2 * rows * (block_d + block_dv) + 1024
 
 

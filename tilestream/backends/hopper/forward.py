@@ -20,6 +20,7 @@ Roles      consumers are warpgroups 0 to n - 1, each with its own rows of a tile
            unit_full[t], unit_empty[t]    which row tile follows number t (modulo 2) of a program: from the producer
            Producer and consumers walk through the same tiles and key tiles, at least one each, so phases follow from
            two counters. out[c] is consumer c's own; a store by TMA has read it before it is written again.
+           A program may be two teams, each of which is all of this and knows nothing of the other one.
 Traffic    as `triton.forward` without packed rows: Q once, K and V once per row tile of each query head.
 On chip    q_m, out_m (in the place of q_m where that leaves no room), stages of k_n and v_n in shared memory; s_mn,
            p_mn in the input dtype, acc and the state in registers. s_mn and p_mn are of different key tiles.
@@ -50,6 +51,7 @@ from tilestream.backends.hopper.places import key_place, numbers_at, row_place
 from tilestream.backends.hopper.schedule import (
     fetch,
     fetch_step,
+    first_unit,
     following,
     key_start,
     next_keys,
@@ -59,10 +61,11 @@ from tilestream.backends.hopper.schedule import (
     publish,
 )
 from tilestream.backends.hopper.score import Rows, head_sink, head_slope, masked, scores
+from tilestream.backends.hopper.shared import barriers, tiles_like
 from tilestream.backends.hopper.softmax import lane_sums, rescaled, scaled, softmax
 from tilestream.backends.triton.tiles import is_partial
 
-__all__ = ["barriers", "forward_kernel", "tiles_like"]
+__all__ = ["forward_kernel"]
 
 # With 24, the fewest, it keeps some in local memory.
 _PRODUCER_REGISTERS = gl.constexpr(32)
@@ -88,12 +91,12 @@ class Shared(NamedTuple):
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, shared, tensors, numbers, facts: gl.constexpr):
+def _produce(team: gl.constexpr, q_desc, k_desc, v_desc, shared, tensors, numbers, facts: gl.constexpr):
     """The producer warp: fill shared memory as it empties."""
     num_consumers: gl.constexpr = facts.config.num_consumers
     step = 0
     tile = 0
-    unit = gl.program_id(0)
+    unit = first_unit(team)
     place, num_steps = place_of(unit, tensors, numbers, facts)
     next_unit = unit
     next_place = place
@@ -241,7 +244,7 @@ def _finish(
         is_bad = gl.convert_layout(gl.sum(acc * 0.0, 1), i.type.layout) != 0.0
         # A row whose lse is NaN or infinite is NaN whatever it does not see.
         are_flagged = (is_bad & are_inside & (lse_log2 < float("inf"))).to(gl.int32)
-        num_flaggers = facts.config.num_consumers * gl.num_programs(0)
+        num_flaggers = facts.config.num_teams * facts.config.num_consumers * gl.num_programs(0)
         gl.store(tensors.flags + num_flaggers + at, are_flagged, are_inside)
     # The store before has read what the next one writes.
     if not facts.shares_q:
@@ -340,20 +343,23 @@ def _attend(
 
 
 @jit
-def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.constexpr):
+def _consume(team: gl.constexpr, c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.constexpr):
     """A warpgroup of consumers: the rows of its share of each tile."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_n, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_dv, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     tile = gl.to_tensor(0)
-    unit = gl.program_id(0)
+    unit = first_unit(team)
+    exists = True
+    # The last program's second team may have nothing to do.
+    if facts.config.num_teams > 1:
+        exists = unit < numbers.num_units
     place, num_steps = place_of(unit, tensors, numbers, facts)
     ranges, num_skipped = own_keys(place, num_steps, c, facts)
     n_start, step, turns = _first_keys(num_skipped, place, gl.to_tensor(0), gl.to_tensor(0), c, shared, facts)
-    s_mn = warpgroup_mma_wait(0, deps=[_first_scores(tile, step, turns, True, c, shared, facts)])
+    s_mn = warpgroup_mma_wait(0, deps=[_first_scores(tile, step, turns, exists, c, shared, facts)])
     are_flagged = gl.full([facts.rows], 0, gl.int32, row_layout)
-    exists = True
     while exists:
         steps = Steps(n_start, num_steps - num_skipped - 1, step, turns + 1)
         i = place.m_start + c * facts.rows + gl.arange(0, facts.rows, layout=row_layout)
@@ -412,29 +418,13 @@ def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.cons
         place = next_place
         ranges = next_ranges
     if facts.flags:
-        gl.store(tensors.flags + gl.program_id(0) * facts.config.num_consumers + c, gl.max(are_flagged, 0))
+        gl.store(tensors.flags + first_unit(team) * facts.config.num_consumers + c, gl.max(are_flagged, 0))
     store_wait(0)
 
 
 @jit
-def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """So many barriers that open at so many arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(NUMBER):
-        mbarrier.init(made.index(index), count=COUNT)
-    return made
-
-
-@jit
-def tiles_like(NUMBER: gl.constexpr, desc):
-    """Places for so many tiles of a descriptor."""
-    shape: gl.constexpr = [NUMBER] + desc.block_shape  # noqa: RUF005  # Triton knows no starred lists
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-
-
-@jit
-def forward_kernel(q_desc, k_desc, v_desc, out_desc, tensors, numbers, facts: gl.constexpr):
-    """out and lse of a call."""
+def _shared_of_team(q_desc, k_desc, v_desc, out_desc, facts: gl.constexpr):
+    """`Shared` of a team."""
     n: gl.constexpr = facts.config.num_consumers
     stages: gl.constexpr = facts.config.num_stages
     q = tiles_like(n, q_desc)
@@ -450,26 +440,49 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, tensors, numbers, facts: gl
         barriers(2, 1), barriers(2, n),
     )  # fmt: skip
     mbarrier.arrive(shared.turn.index(0))
+    return shared
+
+
+@jit
+def forward_kernel(q_desc, k_desc, v_desc, out_desc, tensors, numbers, facts: gl.constexpr):
+    """out and lse of a call."""
+    registers: gl.constexpr = facts.config.registers
+    shared = _shared_of_team(q_desc, k_desc, v_desc, out_desc, facts)
+    if facts.config.num_teams == 2:
+        other = _shared_of_team(q_desc, k_desc, v_desc, out_desc, facts)
     # What follows may be launched; it waits for the end of this kernel.
     gdc_launch_dependents()
-    if n == 2:
+    if facts.config.num_teams == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, out_desc, shared, tensors, numbers, facts)),
-                (_consume, (1, out_desc, shared, tensors, numbers, facts)),
-                (_produce, (q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 0, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 1, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (1, 0, out_desc, other, tensors, numbers, facts)),
+                (_consume, (1, 1, out_desc, other, tensors, numbers, facts)),
+                (_produce, (0, q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
+                (_produce, (1, q_desc, k_desc, v_desc, other, tensors, numbers, facts)),
+            ],
+            [4, 4, 4, 1, 1],
+            [registers, registers, registers, _PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
+        )
+    elif facts.config.num_consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, 0, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 1, out_desc, shared, tensors, numbers, facts)),
+                (_produce, (0, q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
             ],
             [4, 1],
-            [facts.config.registers, _PRODUCER_REGISTERS],
+            [registers, _PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out_desc, shared, tensors, numbers, facts)),
-                (_consume, (1, out_desc, shared, tensors, numbers, facts)),
-                (_consume, (2, out_desc, shared, tensors, numbers, facts)),
-                (_produce, (q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 0, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 1, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 2, out_desc, shared, tensors, numbers, facts)),
+                (_produce, (0, q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
             ],
             [4, 4, 1],
-            [facts.config.registers, facts.config.registers, _PRODUCER_REGISTERS],
+            [registers, registers, _PRODUCER_REGISTERS],
         )

@@ -164,8 +164,9 @@ class Plan:
         self._lse = lse, contiguous_strides(lse)
         strides = (*how.strides, self._out[1])
         self._layouts = [layout_for(shapes[name], given) for name, given in zip(_ROWS, strides, strict=True)]
-        self._num_programs = min(self.numbers.num_units, num_processors(how.device))
-        num_flaggers = self._num_programs * self.config.num_consumers
+        teams = self.config.num_teams
+        self._num_programs = min(-(-self.numbers.num_units // teams), num_processors(how.device))
+        num_flaggers = self._num_programs * teams * self.config.num_consumers
         self._flags = (num_flaggers + math.prod(lse),), (1,)
         # Compiled at the first call, whether this one needs it or another one.
         needs_exact = any(facts.flags for facts in all_facts)

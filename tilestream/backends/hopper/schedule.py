@@ -15,6 +15,7 @@ __all__ = [
     "Place",
     "fetch",
     "fetch_step",
+    "first_unit",
     "following",
     "key_start",
     "next_keys",
@@ -141,6 +142,15 @@ def fetch_step(num_steps, facts: gl.constexpr):
 
 
 @jit
+def first_unit(team: gl.constexpr):
+    """The first unit of a team, which is its number among all teams."""
+    if team == 0:
+        return gl.program_id(0)
+    else:
+        return gl.program_id(0) + team * gl.num_programs(0)
+
+
+@jit
 def fetch(unit, tensors, numbers, facts: gl.constexpr):
     """The unit that a program turns to after this one: the next that nobody has, or every so-manyth."""
     if facts.is_dynamic:
@@ -148,6 +158,8 @@ def fetch(unit, tensors, numbers, facts: gl.constexpr):
         # Every program fetches until there are no more, so this is the last of all: ready for the next launch.
         if fetched == numbers.num_units - 1:
             gl.store(tensors.counter, 0)
+        if facts.config.num_teams > 1:
+            fetched += (facts.config.num_teams - 1) * gl.num_programs(0)
         return gl.num_programs(0) + fetched
     else:
         return unit + gl.num_programs(0)
