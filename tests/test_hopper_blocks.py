@@ -221,6 +221,27 @@ def test_backward(case: Case, is_finite: bool, device: torch.device) -> None:
 @pytest.mark.gpu
 @_needs_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
+def test_nan_reaches_what_sees_it_and_nothing_else(head_dim: int, device: torch.device) -> None:
+    """A key that some queries of a tile see and others do not, and a query that sees some keys."""
+    mask = mask_of("bits", 300, 300, 2, 4)
+    generator = torch.Generator().manual_seed(head_dim)
+    leaves = [torch.randn(2, 300, heads, head_dim, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    dout = torch.randn(2, 300, 4, head_dim, generator=generator).bfloat16()
+    leaves[1][0, 77, 1], leaves[2][1, 200, 0], leaves[0][1, 5, 3] = torch.nan, torch.inf, torch.nan
+    found = {}
+    for backend, where in (("hopper", device), ("cpu", torch.device("cpu"))):
+        given = [leaf.to(where).requires_grad_() for leaf in leaves]
+        out, lse = tilestream.block_sparse_attention_with_lse(*given, mask, backend=backend)
+        gradients = torch.autograd.grad(out, given, dout.to(where))
+        found[backend] = [x.detach().isfinite().cpu() for x in (out, lse, *gradients)]
+    for name, mine, other in zip(("out", "lse", "dq", "dk", "dv"), *found.values(), strict=True):
+        assert 0 < int(other.sum()) < other.numel(), name
+        assert torch.equal(mine, other), name
+
+
+@pytest.mark.gpu
+@_needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_hundred_repeats_are_bit_equal(head_dim: int, device: torch.device) -> None:
     """More row tiles than processors, of all lengths and none at all, so that programs meet everything in any order."""
     generator = torch.Generator().manual_seed(head_dim)
