@@ -20,7 +20,7 @@ from tilestream.backends.hopper.plan import OPTIONS
 
 def compiled(**row: Any) -> dict[str, Any]:
     """What the kernel of a call uses; bytes of spills are of a thread."""
-    problem = problem_of(features="", **row)
+    problem = problem_of(**row)
     facts = backward_facts_of(problem, backward_config_for(problem))
     binary = triton.compile(backward_source(facts, problem.dtype), target=TARGET, options=OPTIONS)
     cubin = binary.asm["cubin"]

@@ -6,6 +6,7 @@ Usage: python hopper_compile_worker.py FILE, with a JSON list of rows, each answ
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from compile_rows import answer
 from triton.backends.compiler import GPUTarget
 from triton_compile_worker import nvidia_code, nvidia_uses
 
+from tilestream import BlockMask
 from tilestream.backends.hopper.call import SHARED_BYTES, configs_for, facts_of
 from tilestream.backends.hopper.plan import OPTIONS, source
 from tilestream.problem import Problem
@@ -44,6 +46,8 @@ def problem_of(band: str, features: str, dtype: str, head_dim: int, head_dim_v: 
             has_sinks="sinks" in names,
         ),
     )
+    if "blocks" in names:
+        return replace(dense, block_mask=BlockMask.butterfly(8192))
     return dense.packed([8192, 100], [8192, 100]) if "packed" in names else dense
 
 

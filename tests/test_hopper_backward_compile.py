@@ -15,6 +15,7 @@ import torch
 from compile_rows import ask
 from interpreter import is_ready
 
+from tilestream import BlockMask
 from tilestream.backends import hopper
 from tilestream.backends.hopper.call import block_of
 from tilestream.problem import Problem
@@ -27,6 +28,7 @@ class Row(NamedTuple):
     """The kernel of one kind of call."""
 
     band: str
+    features: str
     dtype: str
     head_dim: int
     head_dim_v: int
@@ -40,11 +42,12 @@ _WIDTHS = (64, 128)
 _BANDS = ("full", "causal", "window", "left")
 # A kernel takes 3 to 8 seconds. Widths are all that can be chosen; float16 differs in nothing but names.
 ROWS = [
-    *(Row(band, "bfloat16", *widths) for widths in itertools.product(_WIDTHS, repeat=2) for band in _BANDS),
-    Row("causal", "float16", 128, 128),
-    *(Row(band, "bfloat16", 256, 256) for band in _BANDS),
-    *(Row("window", "bfloat16", *widths) for widths in ((256, 128), (256, 64), (128, 256), (64, 256))),
-    Row("causal", "float16", 256, 256),
+    *(Row(band, "", "bfloat16", *widths) for widths in itertools.product(_WIDTHS, repeat=2) for band in _BANDS),
+    *(Row("full", "blocks", "bfloat16", *widths) for widths in itertools.product(_WIDTHS, repeat=2)),
+    Row("causal", "", "float16", 128, 128),
+    *(Row(band, "", "bfloat16", 256, 256) for band in _BANDS),
+    *(Row("window", "", "bfloat16", *widths) for widths in ((256, 128), (256, 64), (128, 256), (64, 256))),
+    Row("causal", "", "float16", 256, 256),
 ]
 
 
@@ -104,6 +107,13 @@ def _problem(**changes: Any) -> Problem:
 def test_leaves_to_triton_what_it_cannot_run(changes: dict[str, Any], words: str | None) -> None:
     reason = hopper.backward_reason(_problem(**changes))
     assert reason is None if words is None else words.replace("\\", "") in (reason or "")
+
+
+@pytest.mark.parametrize(("head_dim", "words"), [(64, None), (128, None), (136, "136")])
+def test_takes_block_masks_up_to_128(head_dim: int, words: str | None) -> None:
+    masked = dataclasses.replace(_problem(head_dim=head_dim), block_mask=BlockMask.butterfly(1024))
+    reason = hopper.backward_reason(masked)
+    assert reason is None if words is None else words in (reason or "")
 
 
 def test_leaves_packed_sequences_to_triton() -> None:

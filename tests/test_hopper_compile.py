@@ -46,6 +46,7 @@ _EVERYTHING = "softcap+alibi+bias+sinks+packed"
 # Kinds of calls, of which each has other code in the loop; the window has most of a mask.
 _KINDS = (
     *((band, "") for band in ("full", "causal", "window", "left")),
+    ("full", "blocks"),
     ("full", "packed"),
     ("causal", "packed"),
     ("causal", "softcap"),
@@ -63,6 +64,7 @@ ROWS = [
     *(Row("causal", "", "bfloat16", d, e) for d, e in itertools.permutations(_WIDTHS, 2)),
     *(Row("causal", "alibi", "bfloat16", d, d) for d in (64, 128)),
     *(Row("window", _EVERYTHING, "bfloat16", d, e) for d, e in ((64, 128), (256, 64))),
+    Row("full", "blocks+sinks", "bfloat16", 128, 64),
     Row("causal", "", "float16", 128, 128),
 ]
 # For the newest Triton, which takes longer.
@@ -102,7 +104,9 @@ def _all_uses(rows: list[Row], folder: Path, packages: list[str]) -> _Uses:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_compiles_without_waste(row: Row, uses: _Uses) -> None:
-    is_plain = not row.features and row.band != "window"
+    # With a block mask and a head_dim of 64 programs have two teams, and a consumer few registers.
+    has_few = row.features == "blocks" and row.head_dim == 64
+    is_plain = row.features in ("", "blocks") and row.band != "window" and not has_few
     _assert_no_waste(uses[row], most_spilled=0 if is_plain else 40)
 
 

@@ -52,11 +52,12 @@ def block_sparse_attention(
             of its own: ``shift`` below is that of causal, window and ALiBi alone.
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, shift, deterministic: as
             `attention`.
-        backend: as `attention`; today only ``"cpu"`` (tiled PyTorch operations, on any device) takes a block mask.
+        backend: as `attention`; ``"cpu"`` (tiled PyTorch operations, on any device) takes every call with a block mask,
+            ``"hopper"`` some.
 
     Returns:
         (batch, seqlen_q, num_heads_q, head_dim_v), contiguous, dtype of `query`. A query that sees no key gives 0 and
-        sends no gradient. Gradients are the same bits from run to run.
+        sends no gradient. With ``deterministic`` gradients are the same bits from run to run.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument does not fit; the message names it and shows

@@ -110,9 +110,13 @@ def _dtypes(feature: str, backend: str, device_type: str) -> str:
 
 def _refusal(backend: str, problem: Problem) -> str | None:
     """Why `backend` does not run `problem` on its kind of device, which need not be here."""
-    if backend == "hopper" and problem.device_type == "cuda" and not problem.is_backward:
-        return hopper.problem_reason(problem, _H200_PROCESSORS)
-    # Its backward is the Triton backend's.
+    if backend == "hopper" and problem.device_type == "cuda":
+        reason = (
+            hopper.backward_reason(problem) if problem.is_backward else hopper.problem_reason(problem, _H200_PROCESSORS)
+        )
+        if reason is None or not problem.is_backward:
+            return reason
+    # The backwards that it does not have are the Triton backend's.
     return dispatch.backend("triton" if backend == "hopper" else backend).supports(problem)
 
 

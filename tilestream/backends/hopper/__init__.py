@@ -29,6 +29,7 @@ __all__ = ["BACKEND", "HopperBackend", "problem_reason"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD_DIM = 256
+_LARGEST_MASKED_BACKWARD = 128
 # TMA counts in 16 bytes.
 _HEAD_DIM_UNIT = 8
 # Of a KV head; half of a tile.
@@ -37,6 +38,7 @@ _FEW_ROWS = 64
 _SMALL_HEAD_DIM = 64
 # Positions, edges and rows are 32-bit numbers in the kernel; addresses are not.
 _MOST_ROWS = 2**28
+_MOST_TILES = 2**30
 # Scales whose products with a score float32 can hold, far from its ends.
 _SCALES = (2.0**-64, 2.0**64)
 _CAPABILITY = (9, 0)
@@ -53,8 +55,16 @@ class HopperBackend:
         if reason is None and triton.is_interpreted():
             return "Gluon has no interpreter"
         if reason is None and problem.is_backward:
-            return triton.BACKEND.supports(problem)
+            return self._backward_reason(problem)
         return reason if reason is not None else problem_reason(problem, _num_processors())
+
+    @staticmethod
+    def _backward_reason(problem: Problem) -> str | None:
+        own = backward_reason(problem)
+        if own is None:
+            return None
+        other = triton.BACKEND.supports(problem)
+        return other if other is None or problem.block_mask is None else f"{own}; Triton: {other}"
 
     def tile_shape(self, problem: Problem) -> TileShape:
         """See `Backend.tile_shape`."""
@@ -94,8 +104,8 @@ class HopperBackend:
 
 def problem_reason(problem: Problem, num_processors: int) -> str | None:
     """Why the kernel cannot run a call on a Hopper GPU of so many processors, or should not; None if it does."""
-    if problem.block_mask is not None:
-        return "its kernels take no block mask yet"
+    if (reason := _mask_reason(problem)) is not None:
+        return reason
     if problem.spec.dropout_p > 0:
         return "dropout is served by the Triton backend"
     if (reason := _operands_reason(problem)) is not None:
@@ -106,6 +116,17 @@ def problem_reason(problem: Problem, num_processors: int) -> str | None:
     if max(problem.total_k, (problem.total_q + problem.batch) * problem.num_heads_q) > _MOST_ROWS:
         return "it has more than 2**28 rows of queries or keys"
     return _slower_reason(problem, num_processors)
+
+
+def _mask_reason(problem: Problem) -> str | None:
+    """What keeps the forward from a block mask."""
+    mask, spec = problem.block_mask, problem.spec
+    if mask is None:
+        return None
+    if any((spec.softcap > 0, spec.has_alibi, spec.has_bias, problem.layout == "varlen")):
+        return "block masks with softcap, ALiBi, bias or packed sequences are not served here"
+    blocks = mask.planes[0] * mask.planes[1] * (problem.seqlen_q >> 7) * (problem.seqlen_k >> 6)
+    return "its tiles are too many to be numbered" if blocks >= _MOST_TILES else None
 
 
 def _operands_reason(problem: Problem) -> str | None:
@@ -137,6 +158,13 @@ def _slower_reason(problem: Problem, num_processors: int) -> str | None:
 def backward_reason(problem: Problem) -> str | None:
     """Why a backward is the Triton backend's."""
     spec = problem.spec
+    if problem.block_mask is not None:
+        if max(problem.head_dim, problem.head_dim_v) > _LARGEST_MASKED_BACKWARD:
+            return (
+                f"with a block mask head_dim {max(problem.head_dim, problem.head_dim_v)} is served by Triton's backward"
+            )
+        if (reason := _mask_reason(problem)) is not None:
+            return reason
     if any((spec.dropout_p > 0, spec.softcap > 0, spec.has_alibi, spec.has_bias, problem.layout == "varlen")):
         return "dropout, softcap, ALiBi, bias and packed sequences are served by the Triton backend"
     if spec.deterministic:

@@ -35,7 +35,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilestream.backends.hopper.backward_places import key_place_of, masked, own_rows, phase
+from tilestream.backends.hopper.backward_places import (
+    key_place_of,
+    listed_rows,
+    masked,
+    own_rows,
+    phase,
+    row_start,
+    rows_of,
+)
 from tilestream.backends.hopper.dq import (
     add_dq,
     arrive_ds,
@@ -45,8 +53,8 @@ from tilestream.backends.hopper.dq import (
     multiply_dq,
     next_head,
     next_step,
+    row_tile_of,
 )
-from tilestream.backends.hopper.forward import barriers, tiles_like
 from tilestream.backends.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -59,6 +67,7 @@ from tilestream.backends.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from tilestream.backends.hopper.schedule import fetch, following, publish
+from tilestream.backends.hopper.shared import barriers, tiles_like
 
 __all__ = ["backward_kernel", "produce"]
 
@@ -110,12 +119,15 @@ def produce(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ten
             keys = [batch, place.n_start + c * 64, head_kv, 0]
             load_tile(k_desc, keys, shared.k_full.index(slot), shared.k.index(pieces * slot + c))
             load_tile(v_desc, keys, shared.v_full.index(slot), shared.v.index(pieces * slot + c))
-        unit = fetch(unit, tensors, numbers, facts)
-        publish(unit, tile, shared, facts)
+        if not facts.has_blocks:
+            unit = fetch(unit, tensors, numbers, facts)
+            publish(unit, tile, shared, facts)
         for index in range(numbers.group):
             head = head_kv * numbers.group + index
             numbers_at = (batch * numbers.num_heads_kv * numbers.group + head) * numbers.num_padded_rows
-            for m_start in range(place.lo, place.hi, facts.block_m):
+            first, last = rows_of(index, place, tensors, numbers, facts)
+            for at in range(first, last, facts.row_step):
+                m_start = row_start(at, tensors, facts)
                 stage, is_odd = phase(step, facts.config.num_stages)
                 if facts.is_wide:
                     # Each by itself, and dout first, which is done with half a row tile before q.
@@ -138,6 +150,10 @@ def produce(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, ten
                     load_tile(delta_desc, [numbers_at + m_start], full, shared.delta.index(stage))
                     load_tile(dout_desc, [batch, m_start, head, 0], full, shared.dout.index(stage))
                 step += 1
+        # There may be few row tiles: not before all of them are on their way.
+        if facts.has_blocks:
+            unit = fetch(unit, tensors, numbers, facts)
+            publish(unit, tile, shared, facts)
         tile += 1
 
 
@@ -184,9 +200,10 @@ def _add_tile(
     mbarrier.wait(shared.rows_full.index(stage), is_odd)
     s_nm = warpgroup_mma(k_n, q_m.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp_nm = warpgroup_mma(v_n, dout_m.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    row_tile = row_tile_of(steps, m_start, tensors, facts)
     s_nm = warpgroup_mma_wait(1, deps=[s_nm])
     if MASKED:
-        s_nm = masked(s_nm, m_start, n_first, sequence, facts)
+        s_nm = masked(s_nm, m_start, n_first, sequence, tensors, facts)
     p_nm, p_16 = _weights(s_nm, stage, shared, numbers, facts)
     dv = warpgroup_mma(p_16, dout_m, dv, is_async=True)
     dp_nm = warpgroup_mma_wait(1, deps=[dp_nm])
@@ -199,7 +216,7 @@ def _add_tile(
     add_dq(dq, steps, c, shared, tensors, numbers, facts)
     dk = warpgroup_mma_wait(0, deps=[dk])
     mbarrier.arrive(shared.rows_empty.index(stage))
-    return dk, dv, next_step(steps, numbers)
+    return dk, dv, next_step(steps, row_tile, numbers, facts)
 
 
 @jit
@@ -217,7 +234,46 @@ def _pass_tile(steps, c: gl.constexpr, shared, tensors, numbers, facts: gl.const
     fence_async_shared()
     arrive_ds(ds_slot, c, shared)
     drain_dq(steps, c, shared, tensors, numbers, facts)
-    return next_step(steps, numbers)
+    return next_step(steps, steps.row_tile, numbers, facts)
+
+
+@jit
+def _add_banded(dk, dv, place, own, steps, c: gl.constexpr, shared, tensors, numbers, facts: gl.constexpr):
+    """(dk, dv, steps) with the row tiles of a query head."""
+    if facts.has_right:
+        for _m in range(place.lo, own.lo, facts.block_m):
+            steps = _pass_tile(steps, c, shared, tensors, numbers, facts)
+    for m_start in range(own.lo, own.full_lo, facts.block_m):
+        dk, dv, steps = _add_tile(
+            dk, dv, m_start, own.n_first, steps, place.sequence, c, shared, tensors, numbers, facts, True
+        )
+    for _m in range(own.full_lo, own.full_hi, facts.block_m):
+        dk, dv, steps = _add_tile(
+            dk, dv, 0, own.n_first, steps, place.sequence, c, shared, tensors, numbers, facts, False
+        )
+    if facts.has_left:
+        for m_start in range(own.full_hi, own.hi, facts.block_m):
+            dk, dv, steps = _add_tile(
+                dk, dv, m_start, own.n_first, steps, place.sequence, c, shared, tensors, numbers, facts, True
+            )
+    for _m in range(own.hi, place.hi, facts.block_m):
+        steps = _pass_tile(steps, c, shared, tensors, numbers, facts)
+    return dk, dv, steps
+
+
+@jit
+def _add_listed(dk, dv, index, place, own, steps, c: gl.constexpr, shared, tensors, numbers, facts: gl.constexpr):
+    """(dk, dv, steps) with the row tiles that the lists have of a query head."""
+    rows = listed_rows(index, place, tensors, numbers, facts)
+    for at in range(rows.lo, rows.full_lo):
+        dk, dv, steps = _add_tile(
+            dk, dv, at, own.n_first, steps, place.sequence, c, shared, tensors, numbers, facts, True
+        )
+    for at in range(rows.full_lo, rows.hi):
+        dk, dv, steps = _add_tile(
+            dk, dv, at, own.n_first, steps, place.sequence, c, shared, tensors, numbers, facts, False
+        )
+    return dk, dv, steps
 
 
 @jit
@@ -270,24 +326,10 @@ def _consume(c: gl.constexpr, dk_desc, dv_desc, shared, tensors, numbers, facts:
         steps = first_step(step, slot, numbers)
         for index in range(numbers.group):
             steps = next_head(steps, index, place, numbers, facts)
-            if facts.has_right:
-                for _m in range(place.lo, own.lo, facts.block_m):
-                    steps = _pass_tile(steps, c, shared, tensors, numbers, facts)
-            for m_start in range(own.lo, own.full_lo, facts.block_m):
-                dk, dv, steps = _add_tile(
-                    dk, dv, m_start, own.n_first, steps, place.sequence, c, shared, tensors, numbers, facts, True
-                )
-            for _m in range(own.full_lo, own.full_hi, facts.block_m):
-                dk, dv, steps = _add_tile(
-                    dk, dv, 0, own.n_first, steps, place.sequence, c, shared, tensors, numbers, facts, False
-                )
-            if facts.has_left:
-                for m_start in range(own.full_hi, own.hi, facts.block_m):
-                    dk, dv, steps = _add_tile(
-                        dk, dv, m_start, own.n_first, steps, place.sequence, c, shared, tensors, numbers, facts, True
-                    )
-            for _m in range(own.hi, place.hi, facts.block_m):
-                steps = _pass_tile(steps, c, shared, tensors, numbers, facts)
+            if facts.has_blocks:
+                dk, dv, steps = _add_listed(dk, dv, index, place, own, steps, c, shared, tensors, numbers, facts)
+            else:
+                dk, dv, steps = _add_banded(dk, dv, place, own, steps, c, shared, tensors, numbers, facts)
         drain_dq(steps, c, shared, tensors, numbers, facts)
         mbarrier.arrive(shared.k_done.index(slot))
         step = steps.step
@@ -323,5 +365,5 @@ def backward_kernel(
             (produce, (q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, shared, tensors, numbers, facts)),
         ],
         [4, 1],
-        [facts.config.registers, 24],
+        [facts.config.registers, facts.producer_registers],
     )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from tilestream.backends.hopper.call import block_of
 from tilestream.backends.triton.call import sizes_of
 from tilestream.problem import Problem
+from tilestream.spec import Band
 
 __all__ = [
     "BLOCK_M",
@@ -18,6 +19,7 @@ __all__ = [
     "BackwardFacts",
     "BackwardNumbers",
     "BackwardOthers",
+    "BlockBackwardOthers",
     "backward_config_for",
     "backward_facts_of",
     "backward_numbers_of",
@@ -45,6 +47,7 @@ class BackwardConfig:
     num_tiles: int
     # Of a thread of a consumer.
     registers: int = 240
+    num_teams: int = 1  # as of the forward
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class BackwardFacts:
     has_right: bool
     flags: bool
     is_dynamic: bool
+    has_blocks: bool = False
     # Of the functions of `backends/triton/` that kernels call: rows are not packed here.
     group: int = 1
     is_varlen: bool = False
@@ -68,6 +72,16 @@ class BackwardFacts:
     def is_wide(self) -> bool:
         """Whether the kernel is that of `backward_wide.py`."""
         return self.block_n == CONSUMER_KEYS
+
+    @property
+    def row_step(self) -> int:
+        """From one row tile to the next, in rows or in places of lists."""
+        return 1 if self.has_blocks else self.block_m
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread of the producer."""
+        return 32 if self.has_blocks else 24
 
     @property
     def of_consumer(self) -> BackwardFacts:
@@ -81,6 +95,19 @@ class BackwardOthers(NamedTuple):
     dq_sums: Any
     flags: Any = None
     counter: Any = None  # of the units that are taken, where a schedule is dynamic
+
+
+class BlockBackwardOthers(NamedTuple):
+    """Of calls with a block mask: `BackwardOthers`, and `block_lists.KeyLists`."""
+
+    dq_sums: Any
+    flags: Any = None
+    counter: Any = None
+    units: Any = None
+    lists: Any = None
+    row_tiles: Any = None
+    patterns: Any = None
+    bits: Any = None
 
 
 class BackwardNumbers(NamedTuple):
@@ -135,7 +162,10 @@ def block_n_of(problem: Problem) -> int:
 
 def backward_facts_of(problem: Problem, config: BackwardConfig) -> BackwardFacts:
     """The facts of a call."""
-    band = problem.spec.band
+    has_blocks = problem.block_mask is not None
+    # With a block mask the lists know of the band.
+    band = Band(None, None) if has_blocks else problem.spec.band
+    hides = has_blocks or not band.is_unlimited
     return BackwardFacts(
         config=config,
         block_m=BLOCK_M,
@@ -145,9 +175,10 @@ def backward_facts_of(problem: Problem, config: BackwardConfig) -> BackwardFacts
         has_left=band.left is not None,
         has_right=band.right is not None,
         # Where nothing can be hidden, nothing hidden can get in.
-        flags=not band.is_unlimited,
+        flags=hides,
         # Where all tiles take as long, 1 % faster with narrow heads, and up to 10 % slower with wide ones.
-        is_dynamic=not band.is_unlimited or block_n_of(problem) > CONSUMER_KEYS,
+        is_dynamic=hides or block_n_of(problem) > CONSUMER_KEYS,
+        has_blocks=has_blocks,
     )
 
 

@@ -7,7 +7,18 @@ from typing import Any, NamedTuple
 from tilestream.backends.hopper.gluon_names import gl, jit
 from tilestream.backends.triton.tiles import query_ranges, sequence_of
 
-__all__ = ["KeyPlace", "OwnRows", "key_place_of", "masked", "own_rows", "phase"]
+__all__ = [
+    "KeyPlace",
+    "ListedRows",
+    "OwnRows",
+    "key_place_of",
+    "listed_rows",
+    "masked",
+    "own_rows",
+    "phase",
+    "row_start",
+    "rows_of",
+]
 
 
 class KeyPlace(NamedTuple):
@@ -16,6 +27,14 @@ class KeyPlace(NamedTuple):
     n_start: Any
     sequence: Any  # `triton.tiles.Sequence`
     lo: Any
+    hi: Any
+
+
+class ListedRows(NamedTuple):
+    """With a block mask: places in the lists of the row tiles of one query head, PARTIAL ones first."""
+
+    lo: Any
+    full_lo: Any
     hi: Any
 
 
@@ -38,7 +57,20 @@ def phase(count, NUMBER: gl.constexpr):
 
 @jit
 def key_place_of(unit, tensors, numbers, facts: gl.constexpr):
-    """A tile of keys. Some KV heads at a time, so that Q, dout and dq stay in the L2 cache; longest tiles first."""
+    """A tile of keys."""
+    if facts.has_blocks:
+        record = tensors.units + 4 * unit
+        batch = gl.load(record)
+        head_kv = gl.load(record + 1)
+        n_start = gl.load(record + 2)
+        return KeyPlace(n_start, sequence_of(batch, head_kv, tensors, numbers, facts, BY_KEYS=True), 0, 0)
+    else:
+        return _banded_place(unit, tensors, numbers, facts)
+
+
+@jit
+def _banded_place(unit, tensors, numbers, facts: gl.constexpr):
+    """Some KV heads at a time, so that Q, dout and dq stay in the L2 cache; longest tiles first."""
     first = unit // (numbers.num_key_tiles * numbers.num_together) * numbers.num_together
     num_together = gl.minimum(numbers.num_sides - first, numbers.num_together)
     rest = unit - first * numbers.num_key_tiles
@@ -55,8 +87,44 @@ def key_place_of(unit, tensors, numbers, facts: gl.constexpr):
 
 
 @jit
+def listed_rows(index, place, tensors, numbers, facts: gl.constexpr):
+    """`ListedRows` of the query head `index` of a group."""
+    head = (place.sequence.batch * numbers.num_heads_kv + place.sequence.head_kv) * numbers.group + index
+    record = tensors.lists + 4 * (head * numbers.num_key_tiles + place.n_start // facts.block_n)
+    lo = gl.load(record)
+    return ListedRows(lo, lo + gl.load(record + 1), lo + gl.load(record + 2))
+
+
+@jit
+def rows_of(index, place, tensors, numbers, facts: gl.constexpr):
+    """(from, until) of the row tiles of a query head: their first rows, or with a block mask their places in lists."""
+    if facts.has_blocks:
+        rows = listed_rows(index, place, tensors, numbers, facts)
+        return rows.lo, rows.hi
+    else:
+        return place.lo, place.hi
+
+
+@jit
+def row_start(at, tensors, facts: gl.constexpr):
+    """The first row of one of `rows_of`."""
+    if facts.has_blocks:
+        return gl.load(tensors.row_tiles + at) * facts.block_m
+    else:
+        return at
+
+
+@jit
 def own_rows(place, c: gl.constexpr, facts: gl.constexpr):
-    """`OwnRows` of consumer c."""
+    """`OwnRows` of consumer c; with a block mask, whose bits know of them, its first key alone."""
+    if facts.has_blocks:
+        return OwnRows(place.n_start + c * 64, 0, 0, 0, 0)
+    else:
+        return _banded_rows(place, c, facts)
+
+
+@jit
+def _banded_rows(place, c: gl.constexpr, facts: gl.constexpr):
     of_consumer: gl.constexpr = facts.of_consumer
     n_first = place.n_start + c * 64
     ranges = query_ranges(n_first, place.sequence, of_consumer)
@@ -96,8 +164,32 @@ def _visible(m_start, n_first, sequence, s_nm, facts: gl.constexpr):
 
 
 @jit
-def masked(s_nm, m_start, n_first, sequence, facts: gl.constexpr):
-    """Dot products with -inf where a pair is not visible."""
-    wide, visible = _visible(m_start, n_first, sequence, s_nm, facts)
+def _shown(at, n_first, s_nm, tensors, facts: gl.constexpr):
+    """`_visible`, of the bits at a place in the lists: a thread has the words of its keys, and of query
+    32 w + 8 a + 2 b + c a bit that is a constant after a shift by 2 b (`score.py`)."""
+    num_words: gl.constexpr = facts.block_m // 32
+    wide = s_nm.reshape([64, num_words, 4, 4, 2])
+    layout: gl.constexpr = wide.type.layout
+    words_layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))
+    a_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+    b_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout))))
+    c_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    w = gl.arange(0, num_words, layout=gl.SliceLayout(0, words_layout))
+    n = n_first % facts.block_n + gl.arange(0, 64, layout=gl.SliceLayout(1, words_layout))
+    a = gl.arange(0, 4, layout=a_layout)[None, None, :, None, None]
+    b = gl.arange(0, 4, layout=b_layout)[None, None, None, :, None]
+    c = gl.arange(0, 2, layout=c_layout)[None, None, None, None, :]
+    bits = tensors.bits + gl.load(tensors.patterns + at).to(gl.int64) * (facts.block_n * num_words)
+    words = gl.load(bits + (n[:, None] * num_words + w[None, :]))
+    return wide, ((words[:, :, None, None, None] >> (2 * b)) & (1 << (8 * a + c))) != 0
+
+
+@jit
+def masked(s_nm, m_start, n_first, sequence, tensors, facts: gl.constexpr):
+    """Dot products with -inf where a pair is not visible; with a block mask `m_start` is a place in the lists."""
+    if facts.has_blocks:
+        wide, visible = _shown(m_start, n_first, s_nm, tensors, facts)
+    else:
+        wide, visible = _visible(m_start, n_first, sequence, s_nm, facts)
     wide = gl.where(visible, wide, float("-inf"))
     return gl.convert_layout(wide.reshape(s_nm.shape), s_nm.type.layout)

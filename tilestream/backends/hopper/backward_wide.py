@@ -49,7 +49,6 @@ from tilestream.backends.hopper.dq import (
     next_head,
     next_step,
 )
-from tilestream.backends.hopper.forward import barriers, tiles_like
 from tilestream.backends.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -61,6 +60,7 @@ from tilestream.backends.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from tilestream.backends.hopper.schedule import following
+from tilestream.backends.hopper.shared import barriers, tiles_like
 
 __all__ = ["backward_wide_kernel"]
 
@@ -116,7 +116,7 @@ def _add_to_dv(
     s_nm = warpgroup_mma_wait(0, deps=[s_nm])
     mbarrier.arrive(shared.q_empty.index(stage))
     if MASKED:
-        s_nm = masked(s_nm, m_start, n_start, sequence, facts)
+        s_nm = masked(s_nm, m_start, n_start, sequence, tensors, facts)
     p_nm = gl.exp2(s_nm * numbers.scale_log2 - lse_log2[None, :])
     mbarrier.wait(shared.ds_empty.index(ds_slot), ds_is_odd ^ 1)
     shared.ds.index(ds_slot).store(p_nm.to(gl.float16).to(shared.q.dtype, bitcast=True))
@@ -130,7 +130,7 @@ def _add_to_dv(
     add_dq(dq, steps, 0, shared, tensors, numbers, facts)
     dv = warpgroup_mma_wait(0, deps=[dv])
     mbarrier.arrive(shared.dout_empty.index(stage))
-    return dv, next_step(steps, numbers)
+    return dv, next_step(steps, steps.row_tile, numbers, facts)
 
 
 @jit
@@ -157,7 +157,7 @@ def _add_to_dk(dk, steps, shared, tensors, numbers, facts: gl.constexpr):
     fence_async_shared()
     arrive_ds(ds_slot, 1, shared)
     ds_16 = gl.convert_layout(ds_nm, gl.DotOperandLayout(0, dk_layout, 2))
-    steps = next_step(steps, numbers)
+    steps = next_step(steps, steps.row_tile, numbers, facts)
     dq = multiply_dq(steps, 1, shared, facts)
     dk = warpgroup_mma(ds_16, q_m, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[dq])

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from tilestream.backends.triton.call import contiguous_strides, sizes_of
 from tilestream.problem import Problem
+from tilestream.spec import Band
 
 __all__ = [
     "ALIGNMENT",
     "SHARED_BYTES",
+    "BlockOthers",
     "Config",
     "Facts",
     "Numbers",
@@ -60,6 +62,8 @@ class Config:
     registers: int
     takes_turns: bool = True
     keeps_max: bool = True
+    # Each with consumers, a producer and row tiles of its own.
+    num_teams: int = 1
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Facts:
     # Of the bias from key to key; 0 where it is the same for all.
     bias_step: int = 1
     has_sinks: bool = False
+    has_blocks: bool = False
     # Whether scores stay dot products, whose scale goes into the argument of the exponential.
     folds_scale: bool = True
     # Of the functions of `backends/triton/` that kernels call: rows are not packed here, and inputs have 16 bits.
@@ -108,6 +113,19 @@ class Others(NamedTuple):
     sinks: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+
+
+class BlockOthers(NamedTuple):
+    """Of calls with a block mask: `Others` without what these do not have, and `block_lists.Lists`."""
+
+    lse: Any = None
+    flags: Any = None
+    counter: Any = None
+    sinks: Any = None
+    units: Any = None
+    key_starts: Any = None
+    patterns: Any = None
+    bits: Any = None
 
 
 class Numbers(NamedTuple):
@@ -161,6 +179,14 @@ _RICHEST_CONFIGS = {
     256: Config(128, 32, num_consumers=2, num_stages=3, registers=240),
 }
 
+# With a block mask: of tiles that blocks of 128 are whole ones of. Four consumers, like the three above, shall keep a
+# processor busier than two, and one team computes while the other one is between row tiles; to be measured.
+_BLOCK_CONFIGS = {
+    64: Config(128, 64, num_consumers=2, num_stages=5, registers=112, takes_turns=False, num_teams=2),
+    128: _CONFIGS[128],
+    256: _CONFIGS[256],
+}
+
 
 def block_of(width: int) -> int:
     """A head dimension as it is on chip."""
@@ -170,6 +196,8 @@ def block_of(width: int) -> int:
 def configs_for(problem: Problem) -> tuple[Config, ...]:
     """The tiles that calls like this one have at one length or another: the first those of most."""
     spec, width = problem.spec, max(block_of(problem.head_dim), block_of(problem.head_dim_v))
+    if problem.block_mask is not None:
+        return (_BLOCK_CONFIGS[width],)
     if _folds_scale(problem):
         return (_CONFIGS[width], _SHORT_CONFIG) if width == 64 else (_CONFIGS[width],)
     is_richest = spec.has_bias or (spec.has_alibi and spec.band.left is not None)
@@ -197,7 +225,10 @@ def _folds_scale(problem: Problem) -> bool:
 
 def facts_of(problem: Problem, config: Config, bias_step: int = 1) -> Facts:
     """The facts of a call; `bias_step` is the stride of its bias from key to key."""
-    spec, band = problem.spec, problem.spec.band
+    spec, has_blocks = problem.spec, problem.block_mask is not None
+    # With a block mask the lists know of the band.
+    band = Band(None, None) if has_blocks else spec.band
+    hides = has_blocks or not band.is_unlimited
     block_d, block_dv = block_of(problem.head_dim), block_of(problem.head_dim_v)
     return Facts(
         config=config,
@@ -209,9 +240,9 @@ def facts_of(problem: Problem, config: Config, bias_step: int = 1) -> Facts:
         has_left=band.left is not None,
         has_right=band.right is not None,
         # Where nothing can be hidden, nothing hidden can get in.
-        flags=not band.is_unlimited or spec.has_bias,
+        flags=hides or spec.has_bias,
         # Without a band all tiles of a dense call take as long.
-        is_dynamic=not band.is_unlimited or problem.layout == "varlen",
+        is_dynamic=hides or problem.layout == "varlen",
         shares_q=_shared_bytes(config, block_d, block_dv) > SHARED_BYTES,
         is_varlen=problem.layout == "varlen",
         has_softcap=spec.softcap > 0,
@@ -219,13 +250,14 @@ def facts_of(problem: Problem, config: Config, bias_step: int = 1) -> Facts:
         has_bias=spec.has_bias,
         bias_step=bias_step,
         has_sinks=spec.has_sinks,
+        has_blocks=has_blocks,
         folds_scale=_folds_scale(problem),
     )
 
 
 def _shared_bytes(config: Config, block_d: int, block_dv: int) -> int:
     """Of the tiles, if q_m and out_m have places of their own; and about what barriers take."""
-    rows = config.block_m + config.num_stages * config.block_n
+    rows = config.num_teams * (config.block_m + config.num_stages * config.block_n)
     return 2 * rows * (block_d + block_dv) + 1024
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "multiply_dq",
     "next_head",
     "next_step",
+    "row_tile_of",
 ]
 
 # Of four numbers and the addresses of theirs, of which only the first is used.
@@ -35,7 +36,7 @@ class Steps(NamedTuple):
 
     step: Any  # row tiles of this program before this one
     slot: Any  # of the tile of keys
-    row_tile: Any  # among those of all heads; at the first one of a tile of keys
+    row_tile: Any  # among those of all heads; with a block mask, the first one of this head
     last: Any  # the one before; the number of all where there is none
 
 
@@ -66,11 +67,23 @@ def next_head(steps, index, place, numbers, facts: gl.constexpr):
 
 
 @jit
-def next_step(steps, numbers):
-    """`Steps` at the next row tile of a head."""
+def row_tile_of(steps, at, tensors, facts: gl.constexpr):
+    """The row tile of `steps`, which with a block mask is at a place in the lists."""
+    if facts.has_blocks:
+        return steps.row_tile + gl.load(tensors.row_tiles + at)
+    else:
+        return steps.row_tile
+
+
+@jit
+def next_step(steps, row_tile, numbers, facts: gl.constexpr):
+    """`Steps` at the row tile of a head that follows `row_tile`."""
     # Not the same number to the compiler: else it would keep the addresses of K and V in registers, 32 of them.
     slot = steps.slot ^ numbers.zero
-    return Steps(steps.step + 1, slot, steps.row_tile + 1, steps.row_tile)
+    if facts.has_blocks:
+        return Steps(steps.step + 1, slot, steps.row_tile, row_tile)
+    else:
+        return Steps(steps.step + 1, slot, steps.row_tile + 1, steps.row_tile)
 
 
 @jit

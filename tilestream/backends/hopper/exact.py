@@ -18,7 +18,7 @@ from tilestream.backends.triton.configs import Config
 from tilestream.backends.triton.forward import exact_program
 from tilestream.backends.triton.tiles import locate, numbers_at, tile_index
 
-__all__ = ["EXACT_CONFIG", "exact_dq_kernel", "exact_rows_kernel"]
+__all__ = ["EXACT_CONFIG", "exact_dq_kernel", "exact_rows_kernel", "for_flagged_rows"]
 
 # Small, so that nothing is in local memory, and compiled soon.
 EXACT_CONFIG = Config(32, 16, 8, 1)
@@ -31,13 +31,13 @@ def exact_rows_kernel(tensors, numbers, facts: tl.constexpr):
     """out of tiles with flagged rows."""
     # It was launched early (`Config.starts_early`).
     gdc_wait()
-    _for_flagged_rows(exact_program, tensors, numbers, facts)
+    for_flagged_rows(exact_program, tensors, numbers, facts)
 
 
 @triton.jit(do_not_specialize=["numbers"])
 def exact_dq_kernel(tensors, numbers, facts: tl.constexpr):
     """dq of tiles with flagged rows."""
-    _for_flagged_rows(_exact_dq, tensors, numbers, facts)
+    for_flagged_rows(_exact_dq, tensors, numbers, facts)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _exact_dq(program, tensors, numbers, facts: tl.constexpr):
 
 
 @triton.jit
-def _for_flagged_rows(PROGRAM: tl.constexpr, tensors, numbers, facts: tl.constexpr):
+def for_flagged_rows(PROGRAM: tl.constexpr, tensors, numbers, facts: tl.constexpr):
     """`PROGRAM` of tiles with flagged rows: of kernels whose rows are not packed.
 
     Their flags lie as lse does, behind `num_flaggers` others; where none of these is set, none of those is.

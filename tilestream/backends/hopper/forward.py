@@ -20,6 +20,7 @@ Roles      consumers are warpgroups 0 to n - 1, each with its own rows of a tile
            unit_full[t], unit_empty[t]    which row tile follows number t (modulo 2) of a program: from the producer
            Producer and consumers walk through the same tiles and key tiles, at least one each, so phases follow from
            two counters. out[c] is consumer c's own; a store by TMA has read it before it is written again.
+           A program may be two teams, each of which is all of this and knows nothing of the other one.
 Traffic    as `triton.forward` without packed rows: Q once, K and V once per row tile of each query head.
 On chip    q_m, out_m (in the place of q_m where that leaves no room), stages of k_n and v_n in shared memory; s_mn,
            p_mn in the input dtype, acc and the state in registers. s_mn and p_mn are of different key tiles.
@@ -47,12 +48,24 @@ from tilestream.backends.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 from tilestream.backends.hopper.places import key_place, numbers_at, row_place
-from tilestream.backends.hopper.schedule import fetch, following, own_keys, place_of, publish
+from tilestream.backends.hopper.schedule import (
+    fetch,
+    fetch_step,
+    first_unit,
+    following,
+    key_start,
+    next_keys,
+    num_first_partial,
+    own_keys,
+    place_of,
+    publish,
+)
 from tilestream.backends.hopper.score import Rows, head_sink, head_slope, masked, scores
+from tilestream.backends.hopper.shared import barriers, tiles_like
 from tilestream.backends.hopper.softmax import lane_sums, rescaled, scaled, softmax
 from tilestream.backends.triton.tiles import is_partial
 
-__all__ = ["barriers", "forward_kernel", "tiles_like"]
+__all__ = ["forward_kernel"]
 
 # With 24, the fewest, it keeps some in local memory.
 _PRODUCER_REGISTERS = gl.constexpr(32)
@@ -78,22 +91,24 @@ class Shared(NamedTuple):
 
 
 @jit
-def _produce(q_desc, k_desc, v_desc, shared, tensors, numbers, facts: gl.constexpr):
+def _produce(team: gl.constexpr, q_desc, k_desc, v_desc, shared, tensors, numbers, facts: gl.constexpr):
     """The producer warp: fill shared memory as it empties."""
     num_consumers: gl.constexpr = facts.config.num_consumers
     step = 0
     tile = 0
-    unit = gl.program_id(0)
+    unit = first_unit(team)
     place, num_steps = place_of(unit, tensors, numbers, facts)
     next_unit = unit
     next_place = place
     next_num_steps = num_steps
     while unit < numbers.num_units:
         n_start = place.hi - facts.block_n
+        fetch_at = fetch_step(num_steps, facts)
         for index in range(num_steps):
             stage = step % facts.config.num_stages
             is_odd = (step // facts.config.num_stages) & 1
-            keys = key_place(n_start, place.sequence, facts)
+            # Before the wait, which hides where the lists are read.
+            keys = key_place(key_start(n_start, index, place, tensors, facts), place.sequence, facts)
             mbarrier.wait(shared.k_empty.index(stage), is_odd ^ 1)
             mbarrier.expect(shared.k_full.index(stage), k_desc.block_type.nbytes)
             load_tile(k_desc, keys, shared.k_full.index(stage), shared.k.index(stage))
@@ -108,7 +123,7 @@ def _produce(q_desc, k_desc, v_desc, shared, tensors, numbers, facts: gl.constex
             mbarrier.expect(shared.v_full.index(stage), v_desc.block_type.nbytes)
             load_tile(v_desc, keys, shared.v_full.index(stage), shared.v.index(stage))
             # Now, because stages have to empty before what is next can be loaded.
-            if index == 0:
+            if index == fetch_at:
                 next_unit = fetch(unit, tensors, numbers, facts)
                 publish(next_unit, tile, shared, facts)
                 next_place, next_num_steps = place_of(next_unit, tensors, numbers, facts)
@@ -150,6 +165,15 @@ def _skip(num_skipped, n_start, step, turns, c: gl.constexpr, shared, facts: gl.
         step += 1
         n_start -= facts.block_n
     return n_start, step, turns
+
+
+@jit
+def _first_keys(num_skipped, place, step, turns, c: gl.constexpr, shared, facts: gl.constexpr):
+    """(n_start, step, turns) of the first key tile that shows consumer c anything."""
+    if facts.has_blocks:
+        return place.first, step, turns
+    else:
+        return _skip(num_skipped, place.hi - facts.block_n, step, turns, c, shared, facts)
 
 
 @jit
@@ -220,7 +244,7 @@ def _finish(
         is_bad = gl.convert_layout(gl.sum(acc * 0.0, 1), i.type.layout) != 0.0
         # A row whose lse is NaN or infinite is NaN whatever it does not see.
         are_flagged = (is_bad & are_inside & (lse_log2 < float("inf"))).to(gl.int32)
-        num_flaggers = facts.config.num_consumers * gl.num_programs(0)
+        num_flaggers = facts.config.num_teams * facts.config.num_consumers * gl.num_programs(0)
         gl.store(tensors.flags + num_flaggers + at, are_flagged, are_inside)
     # The store before has read what the next one writes.
     if not facts.shares_q:
@@ -238,7 +262,7 @@ def _finish(
 class Steps(NamedTuple):
     """Where a consumer is: the last key tile whose scores it has, and how many of its row tile are left."""
 
-    n_start: Any
+    n_start: Any  # with a block mask: its place in the lists
     num_left: Any
     step: Any
     turns: Any
@@ -247,7 +271,8 @@ class Steps(NamedTuple):
 @jit
 def _scores(steps, c: gl.constexpr, shared, facts: gl.constexpr):
     """(S of the next key tile, `steps` there), with nothing beside it."""
-    steps = Steps(steps.n_start - facts.block_n, steps.num_left - 1, steps.step + 1, steps.turns + 1)
+    n_start = next_keys(steps.n_start, facts)
+    steps = Steps(n_start, steps.num_left - 1, steps.step + 1, steps.turns + 1)
     stage = steps.step % facts.config.num_stages
     mbarrier.wait(shared.k_full.index(stage), (steps.step // facts.config.num_stages) & 1)
     _await_turn(c, steps.turns - 1, True, shared, facts)
@@ -265,7 +290,7 @@ def _fold(s_mn, row_sum, row_max, acc, rows, steps, shared, tensors, numbers, fa
     """(row_sum, row_max, acc) with a PARTIAL key tile, with nothing beside it."""
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     s_mn = scores(s_mn, rows, steps.n_start, tensors, numbers, facts)
-    s_mn = masked(s_mn, rows, steps.n_start, facts)
+    s_mn = masked(s_mn, rows, steps.n_start, tensors, facts)
     p_mn, new_sum, row_max, alpha = softmax(s_mn, row_max, numbers, facts)
     p_mn = gl.convert_layout(p_mn.to(shared.v.dtype), p_layout)
     acc = _multiply_values(p_mn, rescaled(acc, alpha, facts), steps.step, shared, facts)
@@ -287,7 +312,7 @@ def _attend(
     q_m = shared.q.index(c).reshape([facts.rows, facts.block_d])
     for _ in range(num_steps):
         num_left -= 1
-        n_start -= facts.block_n
+        n_start = next_keys(n_start, facts)
         stage = step % facts.config.num_stages
         is_odd = (step // facts.config.num_stages) & 1
         next_stage = (step + 1) % facts.config.num_stages
@@ -318,21 +343,23 @@ def _attend(
 
 
 @jit
-def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.constexpr):
+def _consume(team: gl.constexpr, c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.constexpr):
     """A warpgroup of consumers: the rows of its share of each tile."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_n, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, facts.block_dv, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     tile = gl.to_tensor(0)
-    unit = gl.program_id(0)
+    unit = first_unit(team)
+    exists = True
+    # The last program's second team may have nothing to do.
+    if facts.config.num_teams > 1:
+        exists = unit < numbers.num_units
     place, num_steps = place_of(unit, tensors, numbers, facts)
     ranges, num_skipped = own_keys(place, num_steps, c, facts)
-    n_start = place.hi - facts.block_n
-    n_start, step, turns = _skip(num_skipped, n_start, gl.to_tensor(0), gl.to_tensor(0), c, shared, facts)
-    s_mn = warpgroup_mma_wait(0, deps=[_first_scores(tile, step, turns, True, c, shared, facts)])
+    n_start, step, turns = _first_keys(num_skipped, place, gl.to_tensor(0), gl.to_tensor(0), c, shared, facts)
+    s_mn = warpgroup_mma_wait(0, deps=[_first_scores(tile, step, turns, exists, c, shared, facts)])
     are_flagged = gl.full([facts.rows], 0, gl.int32, row_layout)
-    exists = True
     while exists:
         steps = Steps(n_start, num_steps - num_skipped - 1, step, turns + 1)
         i = place.m_start + c * facts.rows + gl.arange(0, facts.rows, layout=row_layout)
@@ -348,14 +375,14 @@ def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.cons
         # PARTIAL tiles have loops of their own, but the last one on the right: a branch in the loop over FULL ones, or
         # P carried from one loop to another, makes it slower.
         num_first = 0
-        if facts.has_right:
-            num_first = gl.minimum(gl.maximum(steps.n_start - ranges.full_hi, 0) // facts.block_n, steps.num_left)
+        if facts.has_right or facts.has_blocks:
+            num_first = num_first_partial(steps, ranges, facts)
             for _ in range(num_first):
                 row_sum, row_max, acc = _fold(s_mn, row_sum, row_max, acc, rows, steps, shared, tensors, numbers, facts)
                 s_mn, steps = _scores(steps, c, shared, facts)
         s_mn = scores(s_mn, rows, steps.n_start, tensors, numbers, facts)
         if is_partial(steps.n_start, ranges):
-            s_mn = masked(s_mn, rows, steps.n_start, facts)
+            s_mn = masked(s_mn, rows, steps.n_start, tensors, facts)
         p_mn, new_sum, row_max, alpha = softmax(s_mn, row_max, numbers, facts)
         p_mn = gl.convert_layout(p_mn.to(shared.v.dtype), p_layout)
         row_sum = scaled(row_sum, alpha) + new_sum
@@ -383,8 +410,7 @@ def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.cons
         if facts.shares_q:
             are_flagged |= _finish(acc, row_sum, row_max, place, c, out_desc, shared, tensors, numbers, facts)
         num_next = gl.where(exists, num_skipped, 0)
-        n_start = next_place.hi - facts.block_n
-        n_start, step, turns = _skip(num_next, n_start, steps.step + 1, steps.turns, c, shared, facts)
+        n_start, step, turns = _first_keys(num_next, next_place, steps.step + 1, steps.turns, c, shared, facts)
         s_mn = _first_scores(tile, step, turns, exists, c, shared, facts)
         if not facts.shares_q:
             are_flagged |= _finish(acc, row_sum, row_max, place, c, out_desc, shared, tensors, numbers, facts)
@@ -392,29 +418,13 @@ def _consume(c: gl.constexpr, out_desc, shared, tensors, numbers, facts: gl.cons
         place = next_place
         ranges = next_ranges
     if facts.flags:
-        gl.store(tensors.flags + gl.program_id(0) * facts.config.num_consumers + c, gl.max(are_flagged, 0))
+        gl.store(tensors.flags + first_unit(team) * facts.config.num_consumers + c, gl.max(are_flagged, 0))
     store_wait(0)
 
 
 @jit
-def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """So many barriers that open at so many arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(NUMBER):
-        mbarrier.init(made.index(index), count=COUNT)
-    return made
-
-
-@jit
-def tiles_like(NUMBER: gl.constexpr, desc):
-    """Places for so many tiles of a descriptor."""
-    shape: gl.constexpr = [NUMBER] + desc.block_shape  # noqa: RUF005  # Triton knows no starred lists
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-
-
-@jit
-def forward_kernel(q_desc, k_desc, v_desc, out_desc, tensors, numbers, facts: gl.constexpr):
-    """out and lse of a call."""
+def _shared_of_team(q_desc, k_desc, v_desc, out_desc, facts: gl.constexpr):
+    """`Shared` of a team."""
     n: gl.constexpr = facts.config.num_consumers
     stages: gl.constexpr = facts.config.num_stages
     q = tiles_like(n, q_desc)
@@ -430,26 +440,49 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, tensors, numbers, facts: gl
         barriers(2, 1), barriers(2, n),
     )  # fmt: skip
     mbarrier.arrive(shared.turn.index(0))
+    return shared
+
+
+@jit
+def forward_kernel(q_desc, k_desc, v_desc, out_desc, tensors, numbers, facts: gl.constexpr):
+    """out and lse of a call."""
+    registers: gl.constexpr = facts.config.registers
+    shared = _shared_of_team(q_desc, k_desc, v_desc, out_desc, facts)
+    if facts.config.num_teams == 2:
+        other = _shared_of_team(q_desc, k_desc, v_desc, out_desc, facts)
     # What follows may be launched; it waits for the end of this kernel.
     gdc_launch_dependents()
-    if n == 2:
+    if facts.config.num_teams == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, out_desc, shared, tensors, numbers, facts)),
-                (_consume, (1, out_desc, shared, tensors, numbers, facts)),
-                (_produce, (q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 0, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 1, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (1, 0, out_desc, other, tensors, numbers, facts)),
+                (_consume, (1, 1, out_desc, other, tensors, numbers, facts)),
+                (_produce, (0, q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
+                (_produce, (1, q_desc, k_desc, v_desc, other, tensors, numbers, facts)),
+            ],
+            [4, 4, 4, 1, 1],
+            [registers, registers, registers, _PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
+        )
+    elif facts.config.num_consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, 0, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 1, out_desc, shared, tensors, numbers, facts)),
+                (_produce, (0, q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
             ],
             [4, 1],
-            [facts.config.registers, _PRODUCER_REGISTERS],
+            [registers, _PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out_desc, shared, tensors, numbers, facts)),
-                (_consume, (1, out_desc, shared, tensors, numbers, facts)),
-                (_consume, (2, out_desc, shared, tensors, numbers, facts)),
-                (_produce, (q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 0, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 1, out_desc, shared, tensors, numbers, facts)),
+                (_consume, (0, 2, out_desc, shared, tensors, numbers, facts)),
+                (_produce, (0, q_desc, k_desc, v_desc, shared, tensors, numbers, facts)),
             ],
             [4, 4, 1],
-            [facts.config.registers, facts.config.registers, _PRODUCER_REGISTERS],
+            [registers, registers, _PRODUCER_REGISTERS],
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,8 +20,10 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from tilestream.backends.hopper.block_lists import lists_of
 from tilestream.backends.hopper.call import (
     ALIGNMENT,
+    BlockOthers,
     Config,
     Facts,
     Numbers,
@@ -36,6 +39,7 @@ from tilestream.backends.hopper.call import (
     tma_strides,
 )
 from tilestream.backends.hopper.exact import EXACT_CONFIG, exact_rows_kernel
+from tilestream.backends.hopper.exact_lists import exact_listed_rows_kernel
 from tilestream.backends.hopper.forward import forward_kernel
 from tilestream.backends.hopper.gluon_names import GluonASTSource, gl
 from tilestream.backends.triton.call import Tensors, contiguous_strides, shapes_of
@@ -50,7 +54,9 @@ from tilestream.backends.triton.plan import (
     readable_features,
     without_idle_limits,
 )
+from tilestream.block_mask import BlockMask
 from tilestream.problem import AttentionInputs, Problem
+from tilestream.spec import Band
 from tilestream.state import AttentionOutput
 
 __all__ = [
@@ -65,6 +71,7 @@ __all__ = [
     "layout_for",
     "load_kernels",
     "num_compiled",
+    "plan_of_mask",
     "prepare",
     "source",
     "unit_counter",
@@ -86,13 +93,18 @@ SHORT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
     """See `Backend.forward`."""
-    problem = without_idle_limits(problem)
     inputs = _readable(inputs)
-    return _plan(problem, how_of(problem, Tensors(*inputs))).forward(inputs)
+    how = how_of(problem, Tensors(*inputs))
+    if problem.block_mask is not None:
+        plan: Plan = plan_of_mask(problem, how, Plan)
+        return plan.forward(inputs)
+    return _plan(without_idle_limits(problem), how).forward(inputs)
 
 
 def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput] | None:
     """See `Backend.prepare`."""
+    if problem.block_mask is not None:
+        return None
     problem = without_idle_limits(problem)
     if not all(map(is_readable, inputs[:3])) or any(x is not y for x, y in zip(_readable(inputs), inputs, strict=True)):
         return None
@@ -123,13 +135,26 @@ class Descriptor(NamedTuple):
 
 
 class Plan:
-    """Everything about a call but its tensors."""
+    """Everything about a call but its tensors; of a block mask its lists and not the mask."""
 
     def __init__(self, problem: Problem, how: How, config: Config | None = None) -> None:
-        self.problem, self.config = problem, config or config_for(problem)
+        self.config = config or config_for(problem)
         *bias_strides, bias_step = how.bias_strides
-        self._bias_step = bias_step if problem.spec.has_bias else 1
-        self.facts = facts_of(problem, self.config, self._bias_step)
+        bias_step = bias_step if problem.spec.has_bias else 1
+        self.facts = facts_of(problem, self.config, bias_step)
+        all_facts = {self.facts, *(facts_of(problem, config, bias_step) for config in configs_for(problem))}
+        tile = self.config.block_m, self.config.block_n
+        mask, self._lists = problem.block_mask, None
+        if mask is not None:
+            problem = replace(problem, block_mask=None)
+            self._lists = lists_of(problem, mask, tile, num_processors(how.device), how.device)
+            # Which the lists know of.
+            problem = replace(problem, spec=replace(problem.spec, band=Band(None, None)))
+            # Most masks of whole blocks hide nothing in the tiles that they keep.
+            all_facts |= {replace(facts, flags=False) for facts in all_facts}
+            self.facts = replace(self.facts, flags=self._lists.hides)
+        self._all_facts = all_facts
+        self.problem = problem
         self.numbers: Numbers = numbers_of(problem, self.config.block_m)._replace(
             slopes_stride=how.slopes_stride, bias_strides=tuple(bias_strides)
         )
@@ -139,10 +164,13 @@ class Plan:
         self._lse = lse, contiguous_strides(lse)
         strides = (*how.strides, self._out[1])
         self._layouts = [layout_for(shapes[name], given) for name, given in zip(_ROWS, strides, strict=True)]
-        self._num_programs = min(self.numbers.num_units, num_processors(how.device))
-        num_flaggers = self._num_programs * self.config.num_consumers
+        teams = self.config.num_teams
+        self._num_programs = min(-(-self.numbers.num_units // teams), num_processors(how.device))
+        num_flaggers = self._num_programs * teams * self.config.num_consumers
         self._flags = (num_flaggers + math.prod(lse),), (1,)
-        self._exact = [_exact_step(problem, how, num_flaggers)] if self.facts.flags else []
+        # Compiled at the first call, whether this one needs it or another one.
+        needs_exact = any(facts.flags for facts in all_facts)
+        self._exact = [_exact_step(problem, how, num_flaggers, self.facts)] if needs_exact else []
         # Found at the first launch.
         self._compiled: Any = None
 
@@ -163,25 +191,32 @@ class Plan:
         counter = unit_counter(self._device, stream) if self.facts.is_dynamic else None
         query, key, value, bias, slopes, sinks, _seed, cu_seqlens_q, cu_seqlens_k = inputs
         descriptors = [Descriptor(x, *y) for x, y in zip((query, key, value, out), self._layouts, strict=True)]
-        others = Others(lse, flags, counter, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+        others: Any = Others(lse, flags, counter, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+        lists, more = self._lists, {}
+        if lists is not None:
+            others = BlockOthers(lse, flags, counter, sinks, *lists[: len(BlockOthers._fields) - 4])
+            more = lists.for_exact()
         launch_kernel(self._compiled, self._num_programs, stream, descriptors, others, self.numbers, self.facts)
         if flags is not None:
-            launch(self._exact, (), Tensors(*inputs, out=out, lse=lse, flags=flags), self._device)
+            launch(self._exact, (), Tensors(*inputs, out=out, lse=lse, flags=flags, **more), self._device)
         return AttentionOutput(out, lse)
 
     def _load(self) -> None:
         """Compile all that calls like this one need, at any length, side by side."""
         dtype, bias_dtype = self.problem.dtype, self._how.bias_dtype or self.problem.dtype
-        facts = {facts_of(self.problem, config, self._bias_step) for config in configs_for(self.problem)}
-        keys = [(of, dtype, bias_dtype, self._device) for of in facts | {self.facts}]
+        keys = [(of, dtype, bias_dtype, self._device) for of in self._all_facts]
         jobs = {key: functools.partial(_compile, *key[:3]) for key in keys}
         self._compiled = load_kernels(self._exact, self._device, jobs)[self.facts, dtype, bias_dtype, self._device]
 
 
-def _exact_step(problem: Problem, how: How, num_flaggers: int) -> Step:
-    build = Builder(problem, how)
-    config = replace(EXACT_CONFIG, starts_early=True)
-    return looks_at_flags(build.row_step(exact_rows_kernel, config, sizes={"num_flaggers": num_flaggers}), how)
+def _exact_step(problem: Problem, how: How, num_flaggers: int, facts: Facts) -> Step:
+    config, sizes = replace(EXACT_CONFIG, starts_early=True), {"num_flaggers": num_flaggers}
+    if facts.has_blocks:
+        # Every query head has lists of its own.
+        build = Builder(replace(problem, num_heads_kv=problem.num_heads_q), how)
+        config = replace(config, num_slices=facts.block_n // config.block_n)
+        return looks_at_flags(build.row_step(exact_listed_rows_kernel, config, sizes=sizes), how)
+    return looks_at_flags(Builder(problem, how).row_step(exact_rows_kernel, config, sizes=sizes), how)
 
 
 def layout_for(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -193,6 +228,21 @@ def layout_for(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem, how: How) -> Plan:
     return Plan(problem, how)
+
+
+# Plans live as long as their mask does, and hold none.
+_OF_MASKS: weakref.WeakKeyDictionary[BlockMask, dict[tuple[object, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def plan_of_mask(problem: Problem, how: How, make: Callable[[Problem, How], Any]) -> Any:
+    """The plan of a call with a block mask, which `make` makes."""
+    mask = problem.block_mask
+    assert mask is not None
+    plain = without_idle_limits(replace(problem, block_mask=None))
+    plans = _OF_MASKS.setdefault(mask, {})
+    if (found := plans.get((plain, how))) is None:
+        found = plans[plain, how] = make(replace(plain, block_mask=mask), how)
+    return found
 
 
 _COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}
@@ -270,12 +320,15 @@ def source(facts: Facts, dtype: torch.dtype, bias_dtype: torch.dtype) -> GluonAS
         return f"tensordesc<{SHORT_NAMES[dtype]}{block},{layout!r}>"
 
     numbers = {name: _TYPES.get(name, "i32") for name in Numbers._fields}
+    others: Any = Others("*fp32", "*i32", "*i32", POINTERS[bias_dtype], "*fp32", "*fp32", "*i32", "*i32")
+    if facts.has_blocks:
+        others = BlockOthers("*fp32", "*i32", "*i32", "*fp32", "*i32", "*i32", "*i32", "*i32")
     signature = {
         "q_desc": descriptor(facts.rows, facts.block_d),
         "k_desc": descriptor(facts.block_n, facts.block_d),
         "v_desc": descriptor(facts.block_n, facts.block_dv),
         "out_desc": descriptor(facts.rows, facts.block_dv),
-        "tensors": Others("*fp32", "*i32", "*i32", POINTERS[bias_dtype], "*fp32", "*fp32", "*i32", "*i32"),
+        "tensors": others,
         "numbers": Numbers(**numbers),
         "facts": "constexpr",
     }

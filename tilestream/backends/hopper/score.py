@@ -44,8 +44,40 @@ def _narrow(wide, s_mn):
 
 
 @jit
-def masked(s_mn, rows, n_start, facts: gl.constexpr):
-    """Scores with -inf where the band or the end of the keys hides them."""
+def masked(s_mn, rows, n_start, tensors, facts: gl.constexpr):
+    """Scores with -inf where the band or the end of the keys hides them; or the block mask, whose lists know both."""
+    if facts.has_blocks:
+        return _shown(s_mn, rows, n_start, tensors, facts)
+    else:
+        return _in_band(s_mn, rows, n_start, facts)
+
+
+@jit
+def _shown(s_mn, rows, place, tensors, facts: gl.constexpr):
+    """Scores with -inf where the bits of a PARTIAL tile, at a place in the lists, are 0.
+
+    A thread has the words of its rows, and of key 32 w + 8 a + 2 b + c a bit that is a constant after a shift by 2 b.
+    """
+    num_words: gl.constexpr = facts.block_n // 32
+    wide = s_mn.reshape([s_mn.shape[0], num_words, 4, 4, 2])
+    layout: gl.constexpr = wide.type.layout
+    words_layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))
+    w = gl.arange(0, num_words, layout=gl.SliceLayout(0, words_layout))
+    i = gl.convert_layout(rows.i % facts.block_m, gl.SliceLayout(1, words_layout))
+    a_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+    b_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout))))
+    c_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    a = gl.arange(0, 4, layout=a_layout)[None, None, :, None, None]
+    b = gl.arange(0, 4, layout=b_layout)[None, None, None, :, None]
+    c = gl.arange(0, 2, layout=c_layout)[None, None, None, None, :]
+    bits = tensors.bits + gl.load(tensors.patterns + place).to(gl.int64) * (facts.block_m * num_words)
+    words = gl.load(bits + (i[:, None] * num_words + w[None, :]))
+    visible = ((words[:, :, None, None, None] >> (2 * b)) & (1 << (8 * a + c))) != 0
+    return _narrow(gl.where(visible, wide, float("-inf")), s_mn)
+
+
+@jit
+def _in_band(s_mn, rows, n_start, facts: gl.constexpr):
     sequence = rows.sequence
     wide, i, a, b, c = _wide(s_mn, rows.i, facts)
     j = 8 * a + c

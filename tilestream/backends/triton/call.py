@@ -69,6 +69,11 @@ class Tensors(NamedTuple):
     k_parts: Tensor | None = None
     v_parts: Tensor | None = None
     dout_parts: Tensor | None = None
+    # Of a block mask, for the exact kernels of the backend hopper (`hopper.block_lists.Lists`).
+    list_rows: Tensor | None = None
+    list_starts: Tensor | None = None
+    list_patterns: Tensor | None = None
+    list_bits: Tensor | None = None
 
 
 class Numbers(NamedTuple):

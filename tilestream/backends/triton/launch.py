@@ -43,6 +43,7 @@ _DTYPES = {
     "cu_seqlens_q": torch.int32,
     "cu_seqlens_k": torch.int32,
     "flags": torch.int32,
+    **dict.fromkeys(("list_rows", "list_starts", "list_patterns", "list_bits"), torch.int32),
     **dict.fromkeys(_PARTS, torch.bfloat16),
 }
 _WIDE = ("shift", "keep_threshold", "num_rows")
