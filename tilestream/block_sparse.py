@@ -52,7 +52,7 @@ def block_sparse_attention(
             of its own: ``shift`` below is that of causal, window and ALiBi alone.
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, shift, deterministic: as
             `attention`.
-        backend: as `attention`; ``"triton"`` (GPUs) and ``"cpu"`` (tiled PyTorch operations, on any device) take a mask.
+        backend: as `attention`; ``"triton"`` (GPUs) and ``"cpu"`` (tiled PyTorch, any device) take a mask.
 
     Returns:
         (batch, seqlen_q, num_heads_q, head_dim_v), contiguous, dtype of `query`. A query that sees no key gives 0 and

@@ -56,10 +56,9 @@ class Lists:
     tiles: Tensor  # (T + 1, 2)
     bits: Tensor  # (P, queries, words); by keys (P, keys, words)
 
-    def tensors(self, side: str, is_ordered: bool) -> dict[str, Tensor]:
-        """Those of `call.Tensors`, of "row" or "key"; rows with the longest first, or in order."""
-        spans = self.spans_in_order if is_ordered else self.spans
-        return {f"{side}_spans": spans, f"{side}_tiles": self.tiles, f"{side}_bits": self.bits}
+    def tensors(self, is_ordered: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of `call.Tensors`; rows with the longest first, or in order."""
+        return self.spans_in_order if is_ordered else self.spans, self.tiles, self.bits
 
 
 @functools.lru_cache(maxsize=1024)
@@ -79,14 +78,18 @@ def lists_for(
         problem: the call, for its band, which joins the mask of a dense call, and its group, whose heads are in one
             list of a row of keys.
     """
+    made = _MADE.setdefault(mask, {})
+    if (found := made.get((problem, tile, device, by_keys))) is not None:
+        return found
     band, shift = (problem.spec.band, problem.shift or 0) if problem.layout == "dense" else (Band(None, None), 0)
     group = problem.group if by_keys else 1
-    # How heads share KV heads is no matter where the mask tells no heads apart, but for how often lists are read.
-    made = _MADE.setdefault(mask, {})
     key = (tile, band, shift if band != Band(None, None) else 0, by_keys, group, device)
-    if (found := made.get(key)) is None:
+    found = made.get(key)
+    if found is None:
         lists = tile_lists(mask, tile, torch.device("cpu"), band=band, shift=shift, by_keys=by_keys)
         found = made[key] = _arranged(lists, mask, group, by_keys, device)
+    # Found by what is hashed already.
+    made[problem, tile, device, by_keys] = found
     return found
 
 

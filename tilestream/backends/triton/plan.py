@@ -58,7 +58,7 @@ def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
     how = how_of(problem, tensors)
     if mask is not None:
         lists = _lists(mask, problem, how, "forward")
-        tensors = tensors._replace(**lists.tensors("row", problem.layout == "varlen"))
+        tensors = Tensors._make((*tensors[:_ROW_LISTS], *lists.tensors(problem.layout == "varlen"), *_NO_TENSORS[:3]))
         how = how._replace(row_lists=lists.sizes)
     return _forward_plan(problem, how).forward(tensors)
 
@@ -107,7 +107,7 @@ def backward(
         by_rows, by_keys = (_lists(mask, problem, how, kernel) for kernel in ("query", "key"))
         # Packed sequences find their rows by number.
         is_ordered = problem.layout == "varlen"
-        given = given._replace(**by_rows.tensors("row", is_ordered), **by_keys.tensors("key", is_ordered))
+        given = Tensors._make((*given[:_ROW_LISTS], *by_rows.tensors(is_ordered), *by_keys.tensors(is_ordered)))
         how = how._replace(row_lists=by_rows.sizes, key_lists=by_keys.sizes)
     # None of those that are read below is missing.
     tensors: Any = Tensors._make(_backward_plan(problem, how).run(given))
@@ -214,6 +214,7 @@ class Plan:
 # Bytes that a thread reads at once.
 _ALIGNMENT = 16
 _NO_TENSORS = (None,) * len(Tensors._fields)
+_ROW_LISTS = Tensors._fields.index("row_spans")
 _OUT, _LSE = Tensors._fields.index("out"), Tensors._fields.index("lse")
 # Those that kernels load; narrower ones are widened first.
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -226,9 +227,9 @@ _FEW_ROWS = 2**16
 
 
 def without_mask(problem: Problem) -> tuple[Problem, BlockMask | None]:
-    """What can be remembered of a problem, and its mask, which cannot: it may be large."""
+    """What can be remembered of a problem, and its mask."""
     mask = problem.block_mask
-    return without_idle_limits(problem if mask is None else dataclasses.replace(problem, block_mask=None)), mask
+    return without_idle_limits(problem if mask is None else problem.without_mask), mask
 
 
 @functools.lru_cache(maxsize=1024)
