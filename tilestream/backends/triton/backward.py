@@ -127,27 +127,23 @@ def _key_loop(
     STEP: tl.constexpr = 1 if facts.has_blocks else facts.block_m
     lo, hi = steps_of(ranges, visits, numbers, facts, True)
     if facts.has_blocks:
-        next_start, next_turn = visit(lo, visits, tensors, facts, True)
+        next_start, next_further = visit(lo, visits, tensors, facts, True)
     for step in tl.range(lo, hi, STEP):
-        m_start, entry, sequence, padded = step, -1, first_sequence, padded_first
-        q_turn, dout_turn = q_first, dout_first
+        m_start, entry, further = step, -1, 0
+        sequence, padded = first_sequence, padded_first
         if facts.has_blocks:
-            m_start, entry, turn = next_start, entry_of(step, visits, facts, True), next_turn
-            next_start, next_turn = visit(step + 1, visits, tensors, facts, True)
+            m_start, entry, further = next_start, entry_of(step, visits, facts, True), next_further
+            next_start, next_further = visit(step + 1, visits, tensors, facts, True)
             if facts.kv_share > 1:
-                sequence, padded = (
-                    of_head(first_sequence, turn),
-                    padded_rows_of_head(padded_first, turn, numbers, facts),
-                )
-                q_turn = q_first + turn * (numbers.q_strides[2].to(tl.int64) * facts.unit)
-                dout_turn = dout_first + turn * (numbers.dout_strides[2].to(tl.int64) * facts.unit)
+                sequence = of_head(first_sequence, further)
+                padded = padded_rows_of_head(padded_first, further, numbers, facts)
         rows = m_start + m
         i, head = row_heads(rows, sequence, facts)
         rows_inside = i < sequence.seqlen_q
         slopes = rows
         if facts.has_alibi:
             slopes = row_slopes(rows, sequence, tensors, numbers, facts)
-        q_offsets = next_row_offsets(q_turn, rows, m_start, sequence, numbers.q_strides, facts)
+        q_offsets = next_row_offsets(q_first, rows, m_start, further, sequence, numbers.q_strides, facts)
         q_m = load_tile(tensors.q + q_offsets[:, None] + d[None, :], rows_inside, d, facts.head_dim, facts.block_d)
         if EXACT:
             # Another backend's kernels have them in another order, padded.
@@ -164,7 +160,7 @@ def _key_loop(
             s_nm, i[None, :], j[:, None], head[None, :], slopes[None, :], rows_inside[None, :], sequence, tensors,
             numbers, masked, m_start, entry, facts,
         )  # fmt: skip
-        dout_offsets = next_row_offsets(dout_turn, rows, m_start, sequence, numbers.dout_strides, facts)
+        dout_offsets = next_row_offsets(dout_first, rows, m_start, further, sequence, numbers.dout_strides, facts)
         dout_rows = tensors.dout + dout_offsets[:, None] + e[None, :]
         dout_m = load_tile(dout_rows, rows_inside, e, facts.head_dim_v, facts.block_dv)
         dp_nm = tl.dot(v_n, tl.trans(dout_m), input_precision=facts.precision)

@@ -63,7 +63,7 @@ class Builder:
 
     def delta_step(self, writes_parts: bool = False) -> Step:
         """What every backward begins with."""
-        facts = {"has_dlse": self._how.has_dlse, "writes_parts": writes_parts, "has_blocks": False}
+        facts = {"has_dlse": self._how.has_dlse, "writes_parts": writes_parts, **list_facts(None)}
         config = Config(ROW_BLOCK, 16, 8 if writes_parts else 4, 1)
         return self.row_step(backward_kernels.delta_kernel, config, facts)
 
@@ -102,7 +102,9 @@ class Builder:
 
 def list_facts(lists: ListSizes | None) -> dict[str, Any]:
     """Those of `call.Facts` that lists add."""
-    return {} if lists is None else {"has_blocks": True, "list_m": lists.tile[0], "list_n": lists.tile[1]}
+    if lists is None:
+        return {"has_blocks": False, "list_m": 1, "list_n": 1}
+    return {"has_blocks": True, "list_m": lists.tile[0], "list_n": lists.tile[1]}
 
 
 def list_numbers(problem: Problem, lists: ListSizes | None) -> dict[str, Any]:

@@ -242,9 +242,16 @@ def row_offsets(rows, sequence, strides, facts: tl.constexpr):
 
 
 @triton.jit
-def next_row_offsets(first_offsets, rows, m_start, sequence, strides, facts: tl.constexpr):
-    """`row_offsets` of the tile at `m_start`, from those of the tile at 0 where whole groups fill a tile."""
-    if facts.block_m % facts.group == 0:
+def next_row_offsets(first_offsets, rows, m_start, head, sequence, strides, facts: tl.constexpr):
+    """`row_offsets` of the tile at `m_start`, from those of the tile at 0 where whole groups fill a tile.
+
+    Args:
+        head: how many query heads further than those are, where each has row tiles of its own.
+    """
+    if facts.kv_share > 1:
+        step = m_start * strides[1].to(tl.int64) + head * strides[2].to(tl.int64)
+        return first_offsets + step * facts.unit
+    elif facts.block_m % facts.group == 0:
         return first_offsets + (m_start // facts.group) * (strides[1].to(tl.int64) * facts.unit)
     else:
         return row_offsets(rows, sequence, strides, facts)
