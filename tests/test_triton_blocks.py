@@ -50,10 +50,11 @@ def _shown(lists: Lists, mask: BlockMask, group: int, by_keys: bool) -> Tensor:
         first = b * sizes.strides[0] + h * sizes.strides[1]
         spans = lists.spans[first : first + sizes.rows].tolist()
         assert sorted(spans) == lists.spans_in_order[first : first + sizes.rows].tolist()
-        lengths = [hi - lo for _, lo, hi, _ in spans]
+        lengths = [hi - lo for _, lo, hi, *_ in spans]
         assert lengths == sorted(lengths, reverse=True)
-        for row, lo, hi, num_masked in spans:
+        for row, lo, hi, num_masked, column_of_first, *_ in spans:
             entries = lists.tiles[lo:hi].tolist()
+            assert lo == hi or column_of_first == entries[0][0]
             columns = [column for column, _ in entries]
             assert columns[:num_masked] == sorted(columns[:num_masked])
             assert columns[num_masked:] == sorted(columns[num_masked:])

@@ -52,7 +52,16 @@ from tilestream.backends.triton.tiles import (
     row_pointers,
     tile_index,
 )
-from tilestream.backends.triton.visits import entry_of, needs_mask, of_head, place, steps_of, visit, visits_of
+from tilestream.backends.triton.visits import (
+    entry_of,
+    first_visit,
+    needs_mask,
+    of_head,
+    place,
+    steps_of,
+    visit,
+    visits_of,
+)
 
 __all__ = ["delta_kernel", "exact_key_kernel", "exact_query_kernel", "key_kernel", "query_kernel", "query_program"]
 
@@ -114,7 +123,7 @@ def _score_gradient(s, capped, dp, keep, lse_log2, delta, numbers, facts: tl.con
 
 @triton.jit
 def _key_loop(
-    k_n, v_n, n_start, ranges, visits, first_sequence, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr
+    k_n, v_n, n_start, ranges, visits, span, first_sequence, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
     """(dk, dv) of a tile of keys from the row tiles of `ranges`, or of `visits`."""
     d, e, m = tl.arange(0, facts.block_d), tl.arange(0, facts.block_dv), tl.arange(0, facts.block_m)
@@ -127,7 +136,7 @@ def _key_loop(
     STEP: tl.constexpr = 1 if facts.has_blocks else facts.block_m
     lo, hi = steps_of(ranges, visits, numbers, facts, True)
     if facts.has_blocks:
-        next_start, next_further = visit(lo, visits, tensors, facts, True)
+        next_start, next_further = first_visit(span, visits, tensors, facts, True)
     for step in tl.range(lo, hi, STEP):
         m_start, entry, further = step, -1, 0
         sequence, padded = first_sequence, padded_first
@@ -194,7 +203,7 @@ def _key_program(program, slice_index, tensors, numbers, facts: tl.constexpr, EX
         v_n = load_tile(v_keys, keys_inside, e, facts.head_dim_v, facts.block_dv)
         ranges = query_ranges(n_start, sequence, facts)
         visits = visits_of(span, ranges, tensors, facts, True)
-        dk, dv = _key_loop(k_n, v_n, n_start, ranges, visits, sequence, tensors, numbers, facts, EXACT)
+        dk, dv = _key_loop(k_n, v_n, n_start, ranges, visits, span, sequence, tensors, numbers, facts, EXACT)
         if facts.flags and not EXACT:
             flag(dk, dv, keys_inside, tensors)
         dk_keys = tensors.dk + key_offsets(j, sequence, numbers.dk_strides, facts)[:, None] + d[None, :]
@@ -225,7 +234,7 @@ def _exact_key_program(program, tensors, numbers, facts: tl.constexpr):
 
 @triton.jit
 def _query_loop(
-    q_m, dout_m, rows, ranges, visits, sequence, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr
+    q_m, dout_m, rows, ranges, visits, span, sequence, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
     """dq of a tile of packed rows from the key tiles of `ranges`, or of `visits`."""
     n = tl.arange(0, facts.block_n)
@@ -242,7 +251,7 @@ def _query_loop(
     STEP: tl.constexpr = 1 if facts.has_blocks else facts.block_n
     lo, hi = steps_of(ranges, visits, numbers, facts, False)
     if facts.has_blocks:
-        next_start, _head = visit(lo, visits, tensors, facts, False)
+        next_start, _head = first_visit(span, visits, tensors, facts, False)
     for step in tl.range(lo, hi, STEP):
         n_start, entry = step, -1
         if facts.has_blocks:
@@ -284,7 +293,7 @@ def query_program(program, tensors, numbers, facts: tl.constexpr, EXACT: tl.cons
         dout_m = load_tile(dout_rows, rows_inside, e, facts.head_dim_v, facts.block_dv)
         ranges = key_ranges(m_start, sequence, facts)
         visits = visits_of(span, ranges, tensors, facts, False)
-        dq = _query_loop(q_m, dout_m, rows, ranges, visits, sequence, tensors, numbers, facts, EXACT)
+        dq = _query_loop(q_m, dout_m, rows, ranges, visits, span, sequence, tensors, numbers, facts, EXACT)
         if facts.flags and not EXACT:
             flag(dq, dq, rows_inside, tensors)
         dq_rows = row_pointers(tensors.dq, rows, sequence, numbers.dq_strides, facts, facts.block_d)

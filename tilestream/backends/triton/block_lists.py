@@ -51,8 +51,8 @@ class Lists:
     """Tensors for `visits.py`, int32."""
 
     sizes: ListSizes
-    spans: Tensor  # (R, 4), the rows of each plane with the longest first
-    spans_in_order: Tensor  # (R, 4), by row
+    spans: Tensor  # (R, 8), the rows of each plane with the longest first
+    spans_in_order: Tensor  # (R, 8), by row
     tiles: Tensor  # (T + 1, 2)
     bits: Tensor  # (P, queries, words); by keys (P, keys, words)
 
@@ -113,8 +113,10 @@ def _arranged(lists: TileLists, mask: BlockMask, group: int, by_keys: bool, devi
     tiles[:-1, 0], tiles[:-1, 1] = columns[taken], patterns[taken]
     ends = counts.cumsum(0)
     num_masked = torch.bincount(rows[is_masked], minlength=len(counts))
-    in_order = torch.stack([torch.arange(len(counts)), ends - counts, ends, num_masked], 1)
-    in_order[:, 0] %= max(1, lists.num_rows)
+    in_order = torch.zeros(len(counts), 8, dtype=torch.int64)
+    in_order[:, 0] = torch.arange(len(counts)) % max(1, lists.num_rows)
+    in_order[:, 1], in_order[:, 2], in_order[:, 3] = ends - counts, ends, num_masked
+    in_order[:, 4] = tiles[ends - counts, 0]
     of_planes = counts.view(mask.batch * heads, lists.num_rows)
     order = of_planes.argsort(dim=1, descending=True, stable=True)
     first = torch.arange(len(of_planes))[:, None] * lists.num_rows

@@ -37,7 +37,7 @@ from tilestream.backends.triton.tiles import (
     row_pointers,
     tile_index,
 )
-from tilestream.backends.triton.visits import entry_of, needs_mask, place, steps_of, visit, visits_of
+from tilestream.backends.triton.visits import entry_of, first_visit, needs_mask, place, steps_of, visit, visits_of
 
 __all__ = ["combine_kernel", "exact_forward_kernel", "exact_program", "forward_kernel"]
 
@@ -72,7 +72,7 @@ def _softmax_step(s_mn, row_max, row_sum, numbers, facts: tl.constexpr):
 
 @triton.jit
 def _attend(
-    state, q_m, rows, slopes, ranges, visits, sequence, tensors, numbers, facts: tl.constexpr
+    state, q_m, rows, slopes, ranges, visits, span, sequence, tensors, numbers, facts: tl.constexpr
 ):  # fmt: skip
     """Fold the key tiles of `ranges`, or of `visits`, into `state`, (row_max, row_sum, acc)."""
     row_max, row_sum, acc = state
@@ -84,7 +84,7 @@ def _attend(
     STEP: tl.constexpr = 1 if facts.has_blocks else facts.block_n
     lo, hi = steps_of(ranges, visits, numbers, facts, False)
     if facts.has_blocks:
-        next_start, _head = visit(lo, visits, tensors, facts, False)
+        next_start, _head = first_visit(span, visits, tensors, facts, False)
     for step in tl.range(lo, hi, STEP):
         n_start, entry = step, -1
         if facts.has_blocks:
@@ -127,7 +127,7 @@ def forward_kernel(tensors, numbers, facts: tl.constexpr):
     if facts.has_splits:
         ranges = _clip(ranges, split * numbers.split_keys, (split + 1) * numbers.split_keys)
     visits = visits_of(span, ranges, tensors, facts, False)
-    state = _attend(state, q_m, rows, slopes, ranges, visits, sequence, tensors, numbers, facts)
+    state = _attend(state, q_m, rows, slopes, ranges, visits, span, sequence, tensors, numbers, facts)
     row_max, row_sum, acc = state
 
     lse_log2 = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum))

@@ -7,8 +7,8 @@ list: those that need the mask first, each kind from left to right (`block_lists
 In dense calls the lists have the band in them. In packed ones, whose sequences have a band each, a span is cut to what
 the sequence's band and lengths leave of it, and the band is in the mask of its tiles.
 
-Shapes: spans (row tiles, 4): its row, [first, last) in the list, and how many of those need the mask; tiles (T + 1, 2):
-its column, and a pattern or -1.
+Shapes: spans (row tiles, 8): its row, [first, last) in the list, how many of those need the mask, the column of the
+first, and nothing; tiles (T + 1, 2): its column, and a pattern or -1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,18 @@ import triton.language as tl
 
 from tilestream.backends.triton.tiles import Sequence, is_partial, locate, tile_index
 
-__all__ = ["Visits", "entry_at", "entry_of", "needs_mask", "of_head", "place", "steps_of", "visit", "visits_of"]
+__all__ = [
+    "Visits",
+    "entry_at",
+    "entry_of",
+    "first_visit",
+    "needs_mask",
+    "of_head",
+    "place",
+    "steps_of",
+    "visit",
+    "visits_of",
+]
 
 # Entries of a list that are looked at together.
 _AT_ONCE = tl.constexpr(128)
@@ -45,10 +56,10 @@ def place(program, tensors, numbers, facts: tl.constexpr, BY_KEYS: tl.constexpr)
     else:
         rank, head, batch, split = tile_index(program, numbers, facts)
     sequence, tile = locate(rank, _first_head(head, facts, BY_KEYS), batch, tensors, numbers, facts, BY_KEYS)
-    span = rank, rank, rank
+    span = rank, rank, rank, rank
     if facts.has_blocks:
-        tile, first, last, num_masked = _span_at(tile, sequence, tensors, numbers, facts, BY_KEYS)
-        span = first, last, num_masked
+        tile, first, last, num_masked, column = _span_at(tile, sequence, tensors, numbers, facts, BY_KEYS)
+        span = first, last, num_masked, column
     return sequence, tile, span, split
 
 
@@ -83,7 +94,7 @@ def _ranked(program, numbers, facts: tl.constexpr, BY_KEYS: tl.constexpr):
 
 @triton.jit
 def _span_at(tile, sequence, tensors, numbers, facts: tl.constexpr, BY_KEYS: tl.constexpr):
-    """(tile, first, last, num_masked) of the row of that rank; ranks are tiles in packed calls."""
+    """(tile, first, last, num_masked, first column) of the row of that rank; ranks are tiles in packed calls."""
     spans = tensors.row_spans
     head = sequence.head_kv
     if BY_KEYS:
@@ -93,19 +104,20 @@ def _span_at(tile, sequence, tensors, numbers, facts: tl.constexpr, BY_KEYS: tl.
     is_listed = (sequence.batch < numbers.batch) & (tile < numbers.list_rows)
     strides = numbers.list_strides
     row = sequence.batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + tile
-    spans += row * 4
+    spans += row * 8
     first = tl.load(spans + 1, is_listed, other=0)
     last = tl.load(spans + 2, is_listed, other=0)
     num_masked = tl.load(spans + 3, is_listed, other=0)
+    column = tl.load(spans + 4, is_listed, other=0)
     if not facts.is_varlen:
         tile = tl.load(spans)
-    return tile, first, last, num_masked
+    return tile, first, last, num_masked, column
 
 
 @triton.jit
 def visits_of(span, ranges, tensors, facts: tl.constexpr, BY_KEYS: tl.constexpr):
     """`Visits` of a span of the list; only of tiles that `ranges` shows, where those know more than the list."""
-    first, last, num_masked = span
+    first, last, num_masked, _column_of_first = span
     if facts.has_blocks and facts.is_varlen:
         return _cut(first, last, first + num_masked, ranges, tensors, facts, BY_KEYS)
     else:
@@ -209,6 +221,21 @@ def visit(step, visits, tensors, facts: tl.constexpr, BY_KEYS: tl.constexpr):
 
 
 @triton.jit
+def first_visit(span, visits, tensors, facts: tl.constexpr, BY_KEYS: tl.constexpr):
+    """`visit` of the first step, of a kernel whose tiles are the list's: in dense calls the span has it, which is one
+    load fewer to wait for before the first keys."""
+    if facts.is_varlen:
+        return visit(visits.count * 0, visits, tensors, facts, BY_KEYS)
+    else:
+        _first, _last, _num_masked, column = span
+        start = _start_of(column, facts, BY_KEYS)
+        if BY_KEYS:
+            return start, column % facts.kv_share
+        else:
+            return start, column * 0
+
+
+@triton.jit
 def needs_mask(start, step, visits, ranges, facts: tl.constexpr, BY_KEYS: tl.constexpr):
     """Whether a tile needs the mask. Keys beyond the last do, rows beyond the last do not: see `query_ranges`.
 
@@ -236,7 +263,9 @@ def of_head(sequence, head):
 @triton.jit
 def entry_at(m_start, n_start, sequence, tensors, numbers, facts: tl.constexpr):
     """The entry of a tile by rows, or -1 if it is EMPTY. Spans are in order of rows here."""
-    _tile, first, last, _masked = _span_at(m_start // facts.list_m, sequence, tensors, numbers, facts, False)
+    _tile, first, last, _masked, _column_of_first = _span_at(
+        m_start // facts.list_m, sequence, tensors, numbers, facts, False
+    )
     n = tl.arange(0, _AT_ONCE)
     found = tl.full([_AT_ONCE], 0, tl.int32)
     for entry in tl.range(first, last, _AT_ONCE):
