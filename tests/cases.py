@@ -18,7 +18,18 @@ from tilestream.block_mask import BlockMask
 from tilestream.problem import Problem
 from tilestream.spec import AttentionSpec, Band, default_scale
 
-__all__ = ["CASES", "FEATURES", "FEW", "SPARSE_CASES", "SPARSE_FEATURES", "Case", "covering", "is_possible", "pairwise"]
+__all__ = [
+    "CASES",
+    "FEATURES",
+    "FEW",
+    "SPARSE_CASES",
+    "SPARSE_FEATURES",
+    "SPARSE_FEW",
+    "Case",
+    "covering",
+    "is_possible",
+    "pairwise",
+]
 
 
 @dataclass(frozen=True)
@@ -237,3 +248,6 @@ def covering(cases: Sequence[Case], features: Mapping[str, Sequence[Any]], num_p
 
 # For a target that has no time for all, and no float64.
 FEW = covering([case for case in CASES if case.dtype != torch.float64 and case.num_pairs < 10**5], FEATURES, 30_000)
+SPARSE_FEW = covering(
+    [case for case in SPARSE_CASES if case.dtype != torch.float64 and case.num_pairs < 10**5], SPARSE_FEATURES, 20_000
+)

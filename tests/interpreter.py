@@ -76,7 +76,7 @@ def interpreting(tiles: Tiles = LARGE_TILES, checks_overflow: bool = False) -> I
 
     from tilestream.backends.triton import plan
 
-    def config_for(kernel: str, problem: Problem, is_small: bool = False) -> Config:
+    def config_for(kernel: str, problem: Problem, is_small: bool = False, has_blocks: bool = False) -> Config:
         assert tiles is not None
         return Config(*tiles, num_warps=4, num_stages=1)
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SPARSE_CASES, Case
+from cases import SPARSE_CASES, SPARSE_FEW, Case
 from inputs import make_inputs
+from interpreter import is_ready
 from masks import mask_of
+from targets import FINITE, Target
 from tolerance import faults, same_bits
 
 import tilestream
@@ -25,16 +27,30 @@ from tilestream.spec import AttentionSpec, Band
 from tilestream.tiles import TileKind
 
 # The backends with kernels for block masks; another that gains them is added here, and its cases with it.
-TAKES_MASKS = ("cpu",)
+TAKES_MASKS = ("cpu", "triton")
 
 
-@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("backend", TAKES_MASKS)
-def test_conformance(backend: str, case: Case, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
-    before = inputs.fingerprint()
-    result, gradients = inputs.run(backend)
-    again, gradients_again = inputs.run(backend)
+def _targets(case: Case) -> list[Target]:
+    """What a case is run on. Interpreted kernels have no time for all, nor float64."""
+    targets = [Target("cpu")]
+    if case.dtype != torch.float64 and (case in SPARSE_FEW or not is_ready()):
+        targets += [Target("triton"), FINITE]
+    return targets
+
+
+_ROWS = [(case, target) for case in SPARSE_CASES for target in _targets(case)]
+
+
+@pytest.mark.parametrize(("case", "target"), _ROWS, ids=lambda value: value.id)
+def test_conformance(case: Case, target: Target, device: torch.device) -> None:
+    if target.backend == "triton" and device.type == "cpu" and not is_ready():
+        pytest.skip("needs Triton, for its interpreter")
+    with target.in_use():
+        inputs = target.inputs(case, device)
+        before = inputs.fingerprint()
+        result, gradients = inputs.run(target.backend)
+        # The interpreter runs one program after the other: nothing can differ, and there is no time to see that.
+        again, gradients_again = (result, gradients) if target.is_interpreted else inputs.run(target.backend)
     for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
         assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
     assert all(map(same_bits, result, again)), f"two runs differ: {case}"

@@ -11,7 +11,7 @@ from targets import HAS_HOPPER
 from torch import Tensor
 
 import tilestream
-from tilestream import dispatch
+from tilestream import BlockMask, dispatch
 from tilestream.problem import Problem
 from tilestream.spec import AttentionSpec, Band
 
@@ -41,6 +41,43 @@ def _num_compiled() -> int:
     from tilestream.backends.hopper import plan
 
     return num_compiled() + plan.num_compiled()
+
+
+def _attend_blocks(tensors: list[Tensor], mask: BlockMask, **options: object) -> tuple[Tensor, ...]:
+    out = tilestream.block_sparse_attention(*tensors, mask, backend="triton", **options)  # type: ignore[arg-type]
+    return (out, *torch.autograd.grad(out.float().square().sum(), tensors))
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
+def test_block_masks_in_cuda_graphs() -> None:
+    """Once the mask's lists are made."""
+    tensors, mask = (
+        _tensors(2, 300, 4, 64),
+        BlockMask.local_global(300, window=(40, 40), global_tokens=3, block_size=64),
+    )
+    _attend_blocks(tensors, mask, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _attend_blocks(tensors, mask, causal=True)
+    with torch.no_grad():
+        for x in tensors:
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for ours, wanted in zip(captured, _attend_blocks(tensors, mask, causal=True), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_another_mask_and_length_compile_nothing() -> None:
+    _attend_blocks(_tensors(2, 512, 4, 64), BlockMask.butterfly(512))
+    before = _num_compiled()
+    for seqlen in (1000, 133, 4096):
+        for mask in (
+            BlockMask.butterfly(seqlen),
+            BlockMask.strided(seqlen, stride=50, block_size=32),
+            BlockMask.from_dense(torch.rand(1, 4, seqlen, seqlen) < 0.1),
+        ):
+            _attend_blocks(_tensors(1, seqlen, 4, 64), mask, causal=seqlen != 133)
+    assert _num_compiled() == before
 
 
 # torch warns of it in a capture that works.

@@ -224,7 +224,7 @@ def _check_ranges(ranges: tuple[int, ...], visible: Tensor, block: int, may_be_c
 @needs_interpreter
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the guard pages are Linux's")
-@pytest.mark.parametrize("what", ["truths", "lies", "parts"])
+@pytest.mark.parametrize("what", ["truths", "lies", "parts", "blocks"])
 def test_kernels_stay_inside_of_their_tensors(what: str) -> None:
     """Also where cu_seqlens are wrong, which a GPU would not say."""
     environment = {**os.environ, "PYTHONPATH": str(_WORKER.parent.parent)}

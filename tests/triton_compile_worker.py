@@ -6,6 +6,7 @@ the binary of that kernel uses.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import tempfile
@@ -20,6 +21,7 @@ from triton_hows import hows
 
 from tilestream.backends.triton import plan
 from tilestream.backends.triton.launch import Step, options, source
+from tilestream.block_mask import BlockMask
 from tilestream.problem import Problem
 from tilestream.spec import AttentionSpec, Band
 
@@ -33,7 +35,8 @@ _NVIDIA_TOOL = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobj
 
 
 def problem_of(gpu: str, kind: str, dtype: torch.dtype, head_dim: int) -> Problem:
-    """``plain`` is causal; ``rich`` has everything, packed; ``decode`` is a query per sequence."""
+    """``plain`` is causal; ``rich`` has everything, packed; ``decode`` is a query per sequence; ``blocks`` has a mask
+    besides being causal."""
     is_rich = kind == "rich"
     spec = AttentionSpec(
         band=Band(300, 20) if is_rich else Band(None, 0),
@@ -56,12 +59,15 @@ def problem_of(gpu: str, kind: str, dtype: torch.dtype, head_dim: int) -> Proble
         device_type="xpu" if gpu == "gfx942" else "cuda",
         spec=spec,
     )
+    if kind == "blocks":
+        return dataclasses.replace(dense, block_mask=BlockMask.butterfly(8192))
     return dense.packed([8192, 100], [8192, 100]) if is_rich else dense
 
 
 def steps_of(problem: Problem) -> dict[str, Step]:
     """Every kernel of a call by its name, with the tiles that configs.py has for it."""
-    forward_how, backward_how = hows(problem)
+    problem, mask = plan.without_mask(problem)
+    forward_how, backward_how = hows(problem, mask)
     steps = [*plan._forward_plan(problem, forward_how).steps, *plan._backward_plan(problem, backward_how).steps]
     if problem.spec.has_bias:
         shape = torch.Size((1, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k))
@@ -76,7 +82,7 @@ def compiled(gpu: str, kind: str, dtype: str, head_dim: int, kernel: str) -> dic
     plan._is_small = lambda device: shared_bytes < plan._HOPPER_SHARED_BYTES
     plan.num_processors = lambda device: 128
     plan._is_hopper = lambda device: gpu == "sm_90"
-    for name in ("_forward_plan", "_backward_plan", "_bias_plan"):
+    for name in ("_forward_plan", "_backward_plan", "_bias_plan", "_list_plan"):
         getattr(plan, name).cache_clear()
     problem = problem_of(gpu, kind, getattr(torch, dtype), head_dim)
     step = steps_of(problem)[kernel]

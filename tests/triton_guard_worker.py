@@ -14,6 +14,8 @@ from guard_worker import guard, problems, results_guarded, run
 from interpreter import import_interpreted, interpreting
 
 import tilestream.backends.triton as backend
+from tilestream.backends.triton import block_lists
+from tilestream.block_mask import BlockMask
 from tilestream.problem import AttentionInputs, Problem
 from tilestream.spec import Band
 
@@ -46,6 +48,30 @@ def check_lies() -> None:
             # One end for the plain call, the other for the one with every feature.
             at_end = (index % 2 == 0) == problem.spec.has_bias
             _guarded(Problem.from_inputs(lying, problem.spec, shift=None), lying, at_end)
+
+
+def check_blocks() -> None:
+    """With a block mask, whose lists lie in guarded memory too; and cu_seqlens of any values."""
+    for problem, inputs in problems(torch.bfloat16, (7, 16)):
+        lengths, is_dense = (problem.seqlen_q, problem.seqlen_k), problem.layout == "dense"
+        heads = 6 if problem.spec.has_bias else 1
+        shown = torch.rand(1, heads, *lengths, generator=torch.Generator().manual_seed(1)) < 0.3
+        mask = BlockMask.from_dense(shown, block_size=32)
+        masked = dataclasses.replace(problem, block_mask=mask)
+        wanted = run(masked, inputs, lambda x, strided=False: x, backend.BACKEND)
+        for at_end in (True,) if problem.spec.has_bias else (True, False):
+            made = block_lists._MADE[mask]
+            made.update({key: _guarded_lists(lists, at_end) for key, lists in made.items()})
+            for one, other in zip(_guarded(masked, inputs, at_end), wanted, strict=True):
+                assert torch.equal(one, other)
+        for starts_q, starts_k in () if is_dense or problem.spec.has_bias else LIES:
+            print(starts_q, starts_k)
+            _guarded(masked, _lying(inputs, starts_q, starts_k), True)
+
+
+def _guarded_lists(lists: block_lists.Lists, at_end: bool) -> block_lists.Lists:
+    tensors = {name: getattr(lists, name) for name in ("spans", "spans_in_order", "tiles", "bits")}
+    return dataclasses.replace(lists, **{name: guard(x, at_end) for name, x in tensors.items()})
 
 
 def check_parts() -> None:
@@ -83,7 +109,7 @@ def _lying(inputs: AttentionInputs, starts_q: list[int], starts_k: list[int]) ->
 
 if __name__ == "__main__":
     import_interpreted()
-    checks = {"truths": check_truths, "lies": check_lies, "parts": check_parts}
-    with interpreting(None if sys.argv[1] == "parts" else (64, 64)):
+    checks = {"truths": check_truths, "lies": check_lies, "parts": check_parts, "blocks": check_blocks}
+    with interpreting({"parts": None, "blocks": (32, 64)}.get(sys.argv[1], (64, 64))):
         checks[sys.argv[1]]()
     print("all in bounds")

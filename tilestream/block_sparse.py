@@ -65,7 +65,8 @@ def block_sparse_attention(
         UnsupportedError: the named backend cannot run this call; the message says which can.
 
     Cost: of a dense call the kept fraction of blocks, in time and in reads of key and value; O(seqlen) memory, and what
-        the mask's transposed lists take, made at the first backward.
+        the mask's lists take. Those are made on the CPU by the first forward and the first backward with a mask, causal
+        and window, and kept with the mask: a CUDA graph can capture later calls alone.
     Source: arXiv:2205.14135, section 3.3 and algorithm 5.
 
     Example:

@@ -58,7 +58,10 @@ class Numbers(NamedTuple):
         if self.block_mask is not None:
             # Not remembered with its mask, which may be large.
             plain = self._replace(block_mask=None).problem(inputs, is_backward=is_backward)
-            return dataclasses.replace(plain, block_mask=BlockMask.from_handle(self.block_mask))
+            found = dataclasses.replace(plain, block_mask=BlockMask.from_handle(self.block_mask))
+            # Always the same object, which is known to whatever remembers calls.
+            vars(found)["without_mask"] = plain
+            return found
         query, key, value, *_ = inputs
         has = (inputs.bias is not None, inputs.alibi_slopes is not None, inputs.sinks is not None)
         if inputs.cu_seqlens_q is None:

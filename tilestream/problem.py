@@ -113,6 +113,11 @@ class Problem:
         """Made once: plans of calls are looked up by it, and its fields take longer to hash than a kernel to launch."""
         return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
+    @functools.cached_property
+    def without_mask(self) -> Problem:
+        """The call without its mask: what may be remembered, because a mask may be large."""
+        return dataclasses.replace(self, block_mask=None)
+
     @property
     def group(self) -> int:
         """Query heads per KV head."""

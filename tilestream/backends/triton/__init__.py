@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,8 +43,6 @@ class TritonBackend:
         reason = _missing_reason() if interprets else _device_reason(problem.device_type)
         if reason is not None:
             return reason
-        if problem.block_mask is not None:
-            return "its kernels take no block mask yet"
         if problem.dtype not in _DTYPES:
             return f"dtype {problem.dtype} is served by the PyTorch loop"
         if max(problem.head_dim, problem.head_dim_v) > _LARGEST_HEAD_DIM:
@@ -56,10 +55,14 @@ class TritonBackend:
 
     def tile_shape(self, problem: Problem) -> TileShape:
         """See `Backend.tile_shape`; of a GPU with the shared memory of Hopper's, without operands in parts."""
-        config = config_for("query" if problem.is_backward else "forward", problem)
+        has_blocks = problem.block_mask is not None
+        if has_blocks:
+            # Rows of a group are not packed.
+            problem = replace(problem, num_heads_kv=problem.num_heads_q, block_mask=None)
+        config = config_for("query" if problem.is_backward else "forward", problem, has_blocks=has_blocks)
         block_m, key_pass = max(1, config.block_m // problem.group), None
         if problem.is_backward:
-            key = config_for("key", problem)
+            key = config_for("key", problem, has_blocks=has_blocks)
             key_pass = (key.block_m, key.block_n)
         return TileShape(block_m, config.block_n, key_pass=key_pass)
 

@@ -35,7 +35,6 @@ from tilestream.backends.triton.score import (
     score_tile,
 )
 from tilestream.backends.triton.tiles import (
-    is_partial,
     key_offsets,
     key_pointers,
     key_ranges,
@@ -45,12 +44,23 @@ from tilestream.backends.triton.tiles import (
     next_row_offsets,
     numbers_at,
     padded_rows,
+    padded_rows_of_head,
     query_ranges,
     row_heads,
     row_lse,
     row_offsets,
     row_pointers,
     tile_index,
+)
+from tilestream.backends.triton.visits import (
+    entry_of,
+    first_visit,
+    needs_mask,
+    of_head,
+    place,
+    steps_of,
+    visit,
+    visits_of,
 )
 
 __all__ = ["delta_kernel", "exact_key_kernel", "exact_query_kernel", "key_kernel", "query_kernel", "query_program"]
@@ -112,23 +122,37 @@ def _score_gradient(s, capped, dp, keep, lse_log2, delta, numbers, facts: tl.con
 
 
 @triton.jit
-def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
-    """(dk, dv) of a tile of keys from the row tiles of `ranges`."""
+def _key_loop(
+    k_n, v_n, n_start, ranges, visits, span, first_sequence, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """(dk, dv) of a tile of keys from the row tiles of `ranges`, or of `visits`."""
     d, e, m = tl.arange(0, facts.block_d), tl.arange(0, facts.block_dv), tl.arange(0, facts.block_m)
     j = n_start + tl.arange(0, facts.block_n)
     dk = tl.full([facts.block_n, facts.block_d], 0.0, tl.float32)
     dv = tl.full([facts.block_n, facts.block_dv], 0.0, tl.float32)
-    q_first = row_offsets(m, sequence, numbers.q_strides, facts)
-    dout_first = row_offsets(m, sequence, numbers.dout_strides, facts)
-    padded = padded_rows(sequence, numbers, facts)
-    for m_start in tl.range(ranges.lo, ranges.hi, facts.block_m):
+    q_first = row_offsets(m, first_sequence, numbers.q_strides, facts)
+    dout_first = row_offsets(m, first_sequence, numbers.dout_strides, facts)
+    padded_first = padded_rows(first_sequence, numbers, facts)
+    STEP: tl.constexpr = 1 if facts.has_blocks else facts.block_m
+    lo, hi = steps_of(ranges, visits, numbers, facts, True)
+    if facts.has_blocks:
+        next_start, next_further = first_visit(span, visits, tensors, facts, True)
+    for step in tl.range(lo, hi, STEP):
+        m_start, entry, further = step, -1, 0
+        sequence, padded = first_sequence, padded_first
+        if facts.has_blocks:
+            m_start, entry, further = next_start, entry_of(step, visits, facts, True), next_further
+            next_start, next_further = visit(step + 1, visits, tensors, facts, True)
+            if facts.kv_share > 1:
+                sequence = of_head(first_sequence, further)
+                padded = padded_rows_of_head(padded_first, further, numbers, facts)
         rows = m_start + m
         i, head = row_heads(rows, sequence, facts)
         rows_inside = i < sequence.seqlen_q
         slopes = rows
         if facts.has_alibi:
             slopes = row_slopes(rows, sequence, tensors, numbers, facts)
-        q_offsets = next_row_offsets(q_first, rows, m_start, sequence, numbers.q_strides, facts)
+        q_offsets = next_row_offsets(q_first, rows, m_start, further, sequence, numbers.q_strides, facts)
         q_m = load_tile(tensors.q + q_offsets[:, None] + d[None, :], rows_inside, d, facts.head_dim, facts.block_d)
         if EXACT:
             # Another backend's kernels have them in another order, padded.
@@ -137,13 +161,15 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
         else:
             lse_log2 = tl.load(tensors.row_lse + padded + rows)
             delta = tl.load(tensors.row_delta + padded + rows)
-        masked = EXACT or (facts.is_band and is_partial(m_start, ranges))
+        masked = EXACT or (
+            (facts.is_band or facts.has_blocks) and needs_mask(m_start, step, visits, ranges, facts, True)
+        )
         s_nm = tl.dot(k_n, tl.trans(q_m), input_precision=facts.precision)
         s_nm, capped = score_tile(
             s_nm, i[None, :], j[:, None], head[None, :], slopes[None, :], rows_inside[None, :], sequence, tensors,
-            numbers, masked, facts,
+            numbers, masked, m_start, entry, facts,
         )  # fmt: skip
-        dout_offsets = next_row_offsets(dout_first, rows, m_start, sequence, numbers.dout_strides, facts)
+        dout_offsets = next_row_offsets(dout_first, rows, m_start, further, sequence, numbers.dout_strides, facts)
         dout_rows = tensors.dout + dout_offsets[:, None] + e[None, :]
         dout_m = load_tile(dout_rows, rows_inside, e, facts.head_dim_v, facts.block_dv)
         dp_nm = tl.dot(v_n, tl.trans(dout_m), input_precision=facts.precision)
@@ -165,8 +191,7 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
 
 @triton.jit
 def _key_program(program, slice_index, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
-    tile, head_kv, batch, _split = tile_index(program, numbers, facts)
-    sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=True)
+    sequence, tile, span, _split = place(program, tensors, numbers, facts, True)
     n_start = (tile * facts.num_slices + slice_index) * facts.block_n
     if n_start < sequence.seqlen_k:
         j = n_start + tl.arange(0, facts.block_n)
@@ -177,7 +202,8 @@ def _key_program(program, slice_index, tensors, numbers, facts: tl.constexpr, EX
         k_n = load_tile(k_keys, keys_inside, d, facts.head_dim, facts.block_d)
         v_n = load_tile(v_keys, keys_inside, e, facts.head_dim_v, facts.block_dv)
         ranges = query_ranges(n_start, sequence, facts)
-        dk, dv = _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts, EXACT)
+        visits = visits_of(span, ranges, tensors, facts, True)
+        dk, dv = _key_loop(k_n, v_n, n_start, ranges, visits, span, sequence, tensors, numbers, facts, EXACT)
         if facts.flags and not EXACT:
             flag(dk, dv, keys_inside, tensors)
         dk_keys = tensors.dk + key_offsets(j, sequence, numbers.dk_strides, facts)[:, None] + d[None, :]
@@ -208,9 +234,9 @@ def _exact_key_program(program, tensors, numbers, facts: tl.constexpr):
 
 @triton.jit
 def _query_loop(
-    q_m, dout_m, rows, ranges, sequence, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr
+    q_m, dout_m, rows, ranges, visits, span, sequence, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
-    """dq of a tile of packed rows from the key tiles of `ranges`."""
+    """dq of a tile of packed rows from the key tiles of `ranges`, or of `visits`."""
     n = tl.arange(0, facts.block_n)
     i, head = row_heads(rows, sequence, facts)
     rows_inside = i < sequence.seqlen_q
@@ -222,14 +248,22 @@ def _query_loop(
     keys = key_pointers(tensors.k, sequence, numbers.k_strides, facts, facts.block_d)
     values = key_pointers(tensors.v, sequence, numbers.v_strides, facts, facts.block_dv)
     dq = tl.full([facts.block_m, facts.block_d], 0.0, tl.float32)
-    for n_start in tl.range(ranges.lo, ranges.hi, facts.block_n):
+    STEP: tl.constexpr = 1 if facts.has_blocks else facts.block_n
+    lo, hi = steps_of(ranges, visits, numbers, facts, False)
+    if facts.has_blocks:
+        next_start, _head = first_visit(span, visits, tensors, facts, False)
+    for step in tl.range(lo, hi, STEP):
+        n_start, entry = step, -1
+        if facts.has_blocks:
+            n_start, entry = next_start, entry_of(step, visits, facts, False)
+            next_start, _head = visit(step + 1, visits, tensors, facts, False)
         k_n = load_keys(keys, n_start, sequence, numbers.k_strides, facts, facts.head_dim, facts.block_d)
         v_n = load_keys(values, n_start, sequence, numbers.v_strides, facts, facts.head_dim_v, facts.block_dv)
-        masked = EXACT or is_partial(n_start, ranges)
+        masked = EXACT or needs_mask(n_start, step, visits, ranges, facts, False)
         s_mn = tl.dot(q_m, tl.trans(k_n), input_precision=facts.precision)
         s_mn, capped = score_tile(
             s_mn, i[:, None], (n_start + n)[None, :], head[:, None], slopes[:, None], rows_inside[:, None], sequence,
-            tensors, numbers, masked, facts,
+            tensors, numbers, masked, n_start, entry, facts,
         )  # fmt: skip
         dp_mn = tl.dot(dout_m, tl.trans(v_n), input_precision=facts.precision)
         keep = s_mn
@@ -246,8 +280,7 @@ def _query_loop(
 @triton.jit
 def query_program(program, tensors, numbers, facts: tl.constexpr, EXACT: tl.constexpr):
     """dq of the tile of packed rows of a program."""
-    tile, head_kv, batch, _split = tile_index(program, numbers, facts)
-    sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
+    sequence, tile, span, _split = place(program, tensors, numbers, facts, False)
     m_start = tile * facts.block_m
     num_rows = sequence.seqlen_q * facts.group
     if m_start < num_rows:
@@ -259,7 +292,8 @@ def query_program(program, tensors, numbers, facts: tl.constexpr, EXACT: tl.cons
         q_m = load_tile(q_rows, rows_inside, d, facts.head_dim, facts.block_d)
         dout_m = load_tile(dout_rows, rows_inside, e, facts.head_dim_v, facts.block_dv)
         ranges = key_ranges(m_start, sequence, facts)
-        dq = _query_loop(q_m, dout_m, rows, ranges, sequence, tensors, numbers, facts, EXACT)
+        visits = visits_of(span, ranges, tensors, facts, False)
+        dq = _query_loop(q_m, dout_m, rows, ranges, visits, span, sequence, tensors, numbers, facts, EXACT)
         if facts.flags and not EXACT:
             flag(dq, dq, rows_inside, tensors)
         dq_rows = row_pointers(tensors.dq, rows, sequence, numbers.dq_strides, facts, facts.block_d)

@@ -95,7 +95,7 @@ def _key_loop(k_n, v_n, n_start, ranges, sequence, tensors, numbers, facts: tl.c
         s_nm = dot_parts(k_n, trans_parts(q_m), nothing)
         s_nm, _capped = score_tile(
             s_nm, i[None, :], j[:, None], head[None, :], rows[None, :], (i < sequence.seqlen_q)[None, :], sequence,
-            tensors, numbers, facts.is_band and is_partial(m_start, ranges), facts,
+            tensors, numbers, facts.is_band and is_partial(m_start, ranges), m_start, -1, facts,
         )  # fmt: skip
         if facts.takes_turns:
             dout_m = delayed(dout_m)
@@ -171,7 +171,7 @@ def _query_loop(q_m, dout_m, rows, ranges, sequence, tensors, numbers, facts: tl
         s_mn = dot_parts(q_m, trans_parts(k_n), nothing)
         s_mn, _capped = score_tile(
             s_mn, i[:, None], (n_start + n)[None, :], head[:, None], rows[:, None], rows_inside[:, None], sequence,
-            tensors, numbers, is_partial(n_start, ranges), facts,
+            tensors, numbers, is_partial(n_start, ranges), n_start, -1, facts,
         )  # fmt: skip
         if facts.takes_turns:
             k_0, k_1, k_2 = load_parts(k_tile + following * D, facts.block_d)

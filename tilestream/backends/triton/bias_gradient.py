@@ -27,12 +27,13 @@ from tilestream.backends.triton.tiles import (
     row_offsets,
     sequence_of,
 )
+from tilestream.backends.triton.visits import entry_at
 
 __all__ = ["bias_kernel"]
 
 
 @triton.jit
-def _tile_gradient(m_start, n_start, head, sequence, tensors, numbers, facts: tl.constexpr):
+def _tile_gradient(m_start, n_start, entry, head, sequence, tensors, numbers, facts: tl.constexpr):
     """dS of one tile of one query head, 0 where nothing is visible."""
     d, e = tl.arange(0, facts.block_d), tl.arange(0, facts.block_dv)
     i = m_start + tl.arange(0, facts.block_m)
@@ -63,6 +64,8 @@ def _tile_gradient(m_start, n_start, head, sequence, tensors, numbers, facts: tl
         tensors,
         numbers,
         True,
+        n_start,
+        entry,
         facts,
     )
     p_mn = probabilities(s_mn, row_lse(rows, rows_inside, sequence, tensors, numbers, facts)[:, None], numbers, facts)
@@ -101,7 +104,13 @@ def bias_kernel(tensors, numbers, facts: tl.constexpr):
             n_hi = sequence.seqlen_k if facts.sums_keys else tl.minimum(n_lo + 1, sequence.seqlen_k)
             for m_start in range(m_lo, m_hi, facts.block_m):
                 for n_start in range(n_lo, n_hi, facts.block_n):
-                    total += _tile_gradient(m_start, n_start, head, sequence, tensors, numbers, facts)
+                    if facts.has_blocks:
+                        entry = entry_at(m_start, n_start, sequence, tensors, numbers, facts)
+                        # What is not kept is not even loaded.
+                        if entry >= 0:
+                            total += _tile_gradient(m_start, n_start, entry, head, sequence, tensors, numbers, facts)
+                    else:
+                        total += _tile_gradient(m_start, n_start, -1, head, sequence, tensors, numbers, facts)
     i = m_tile * facts.block_m + tl.arange(0, facts.block_m)
     j = n_tile * facts.block_n + tl.arange(0, facts.block_n)
     dbias = tensors.dbias + (first_batch.to(tl.int64) * heads + first_head) * num_rows * num_keys

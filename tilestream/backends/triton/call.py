@@ -69,6 +69,13 @@ class Tensors(NamedTuple):
     k_parts: Tensor | None = None
     v_parts: Tensor | None = None
     dout_parts: Tensor | None = None
+    # Of a block mask (`block_lists.Lists`), by rows and by keys.
+    row_spans: Tensor | None = None
+    row_tiles: Tensor | None = None
+    row_bits: Tensor | None = None
+    key_spans: Tensor | None = None
+    key_tiles: Tensor | None = None
+    key_bits: Tensor | None = None
     # Of a block mask, for the exact kernels of the backend hopper (`hopper.block_lists.Lists`).
     list_rows: Tensor | None = None
     list_starts: Tensor | None = None
@@ -99,6 +106,10 @@ class Numbers(NamedTuple):
     left_edge: int = 0
     right_edge: int = 0
     shift: int = 0
+    list_rows: int = 0
+    list_strides: tuple[int, ...] = (0, 0)
+    list_repeats: int = 1
+    num_long: int = 0
     scale: float = 0.0
     scale_log2: float = 0.0
     softcap_in: float = 0.0
@@ -153,6 +164,13 @@ class Facts:
     num_slices: int = 1
     writes_parts: bool = False
     takes_turns: bool = False
+    # Tiles come from the list of a block mask, by rows or by keys, whose own tiles are these.
+    has_blocks: bool = False
+    by_keys: bool = False
+    list_m: int = 1
+    list_n: int = 1
+    # Query heads of a KV head, where each has row tiles of its own.
+    kv_share: int = 1
 
     @property
     def is_band(self) -> bool:

@@ -95,15 +95,16 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def config_for(kernel: str, problem: Problem, is_small: bool = False) -> Config:
+def config_for(kernel: str, problem: Problem, is_small: bool = False, has_blocks: bool = False) -> Config:
     """The tiles of a kernel: ``forward``, ``key``, ``query``, ``bias``, or one of those as ``exact_...``; ``key`` and
     ``query`` also as ``parts_...``, which `takes_parts` allows.
 
     Args:
         is_small: for a GPU with less shared memory than Hopper's.
+        has_blocks: with a block mask, whose tiles divide the usual blocks of 128.
     """
     if kernel.startswith("exact_"):
-        found = config_for(kernel.removeprefix("exact_"), problem, is_small)
+        found = config_for(kernel.removeprefix("exact_"), problem, is_small, has_blocks)
         # Its programs have the tiles of those that flag them; what it streams comes in small tiles, without haste.
         if kernel.endswith("key"):
             block_n = min(found.block_n, _EXACT_KEYS)

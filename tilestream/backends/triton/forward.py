@@ -5,6 +5,7 @@ Computes   out and lse of a tile of packed rows; with splits of the keys, float3
 Algorithm  FlashAttention-2, algorithm 1 (arXiv:2307.08691): query tiles outside, online softmax over key tiles.
 Schedule   a program per (row tile, KV head, batch entry, split), row tiles fastest, longest first where a right edge
            makes them unequal; key tiles left to right, in three ranges: PARTIAL, FULL, PARTIAL.
+           With a block mask those of a list, longest lists first (`visits.py`).
 Traffic    reads Q once, K and V once per row tile, writes out and lse once; with splits, float32 parts besides.
            formula: io.schedule.schedule_cost
 On chip    q_m and the pipelined k_n, v_n in shared memory; s_mn, acc and the state in registers.
@@ -25,7 +26,6 @@ from tilestream.backends.triton.careful import exact_product, flag, for_flagged
 from tilestream.backends.triton.score import LN2, keep_tile, probabilities, row_slopes, score_tile, sink_log2
 from tilestream.backends.triton.tiles import (
     Ranges,
-    is_partial,
     key_pointers,
     key_ranges,
     load_keys,
@@ -37,6 +37,7 @@ from tilestream.backends.triton.tiles import (
     row_pointers,
     tile_index,
 )
+from tilestream.backends.triton.visits import entry_of, first_visit, needs_mask, place, steps_of, visit, visits_of
 
 __all__ = ["combine_kernel", "exact_forward_kernel", "exact_program", "forward_kernel"]
 
@@ -71,21 +72,29 @@ def _softmax_step(s_mn, row_max, row_sum, numbers, facts: tl.constexpr):
 
 @triton.jit
 def _attend(
-    state, q_m, rows, slopes, ranges, sequence, tensors, numbers, facts: tl.constexpr
+    state, q_m, rows, slopes, ranges, visits, span, sequence, tensors, numbers, facts: tl.constexpr
 ):  # fmt: skip
-    """Fold the key tiles of `ranges` into `state`, (row_max, row_sum, acc)."""
+    """Fold the key tiles of `ranges`, or of `visits`, into `state`, (row_max, row_sum, acc)."""
     row_max, row_sum, acc = state
     n = tl.arange(0, facts.block_n)
     i, head = row_heads(rows, sequence, facts)
     rows_inside = i < sequence.seqlen_q
     keys = key_pointers(tensors.k, sequence, numbers.k_strides, facts, facts.block_d)
     values = key_pointers(tensors.v, sequence, numbers.v_strides, facts, facts.block_dv)
-    for n_start in tl.range(ranges.lo, ranges.hi, facts.block_n):
+    STEP: tl.constexpr = 1 if facts.has_blocks else facts.block_n
+    lo, hi = steps_of(ranges, visits, numbers, facts, False)
+    if facts.has_blocks:
+        next_start, _head = first_visit(span, visits, tensors, facts, False)
+    for step in tl.range(lo, hi, STEP):
+        n_start, entry = step, -1
+        if facts.has_blocks:
+            n_start, entry = next_start, entry_of(step, visits, facts, False)
+            next_start, _head = visit(step + 1, visits, tensors, facts, False)
         k_n = load_keys(keys, n_start, sequence, numbers.k_strides, facts, facts.head_dim, facts.block_d)
         s_mn = tl.dot(q_m, tl.trans(k_n), input_precision=facts.precision)
         s_mn, _capped = score_tile(
             s_mn, i[:, None], (n_start + n)[None, :], head[:, None], slopes[:, None], rows_inside[:, None], sequence,
-            tensors, numbers, is_partial(n_start, ranges), facts,
+            tensors, numbers, needs_mask(n_start, step, visits, ranges, facts, False), n_start, entry, facts,
         )  # fmt: skip
         p_mn, row_max, row_sum, alpha = _softmax_step(s_mn, row_max, row_sum, numbers, facts)
         if facts.has_dropout:
@@ -98,8 +107,7 @@ def _attend(
 @triton.jit(do_not_specialize=["numbers"])
 def forward_kernel(tensors, numbers, facts: tl.constexpr):
     """out and lse of a tile of packed rows."""
-    tile, head_kv, batch, split = tile_index(tl.program_id(0), numbers, facts)
-    sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
+    sequence, tile, span, split = place(tl.program_id(0), tensors, numbers, facts, False)
     m_start = tile * facts.block_m
     num_rows = sequence.seqlen_q * facts.group
     if m_start >= num_rows:
@@ -118,7 +126,8 @@ def forward_kernel(tensors, numbers, facts: tl.constexpr):
     ranges = key_ranges(m_start, sequence, facts)
     if facts.has_splits:
         ranges = _clip(ranges, split * numbers.split_keys, (split + 1) * numbers.split_keys)
-    state = _attend(state, q_m, rows, slopes, ranges, sequence, tensors, numbers, facts)
+    visits = visits_of(span, ranges, tensors, facts, False)
+    state = _attend(state, q_m, rows, slopes, ranges, visits, span, sequence, tensors, numbers, facts)
     row_max, row_sum, acc = state
 
     lse_log2 = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum))
@@ -193,15 +202,14 @@ def exact_forward_kernel(tensors, numbers, facts: tl.constexpr):
 @triton.jit
 def exact_program(program, tensors, numbers, facts: tl.constexpr):
     """out of a program's tile."""
-    tile, head_kv, batch, split = tile_index(program, numbers, facts)
-    sequence, tile = locate(tile, head_kv, batch, tensors, numbers, facts, BY_KEYS=False)
+    sequence, tile, span, split = place(program, tensors, numbers, facts, False)
     # Programs without rows have flagged nothing, and their flag holds anything.
     if tile * facts.block_m < sequence.seqlen_q * facts.group:
-        _exact_tile(tile, sequence, split, tensors, numbers, facts)
+        _exact_tile(tile, sequence, span, split, tensors, numbers, facts)
 
 
 @triton.jit
-def _exact_tile(tile, sequence, split, tensors, numbers, facts: tl.constexpr):
+def _exact_tile(tile, sequence, span, split, tensors, numbers, facts: tl.constexpr):
     """out of a tile of packed rows, exact where values are not finite.
 
     lse stands for the row maximum: P is divided by its own sum, because a large lse is not known to P's last places.
@@ -219,15 +227,22 @@ def _exact_tile(tile, sequence, split, tensors, numbers, facts: tl.constexpr):
     keys = key_pointers(tensors.k, sequence, numbers.k_strides, facts, facts.block_d)
     values = key_pointers(tensors.v, sequence, numbers.v_strides, facts, facts.block_dv)
     ranges = key_ranges(tile * facts.block_m, sequence, facts)
+    visits = visits_of(span, ranges, tensors, facts, False)
+    STEP: tl.constexpr = 1 if facts.has_blocks else facts.block_n
+    lo, hi = steps_of(ranges, visits, numbers, facts, False)
     acc = tl.full([facts.block_m, facts.block_dv], 0.0, tl.float32)
     sink, row_sum = _initial_state(rows, split, sequence, tensors, numbers, facts)
     row_sum *= tl.exp2(sink - lse_log2)
-    for n_start in tl.range(ranges.lo, ranges.hi, facts.block_n):
+    for step in tl.range(lo, hi, STEP):
+        n_start, entry = step, -1
+        if facts.has_blocks:
+            n_start, _head = visit(step, visits, tensors, facts, False)
+            entry = entry_of(step, visits, facts, False)
         k_n = load_keys(keys, n_start, sequence, numbers.k_strides, facts, facts.head_dim, facts.block_d)
         s_mn = tl.dot(q_m, tl.trans(k_n), input_precision=facts.precision)
         s_mn, _capped = score_tile(
             s_mn, i[:, None], (n_start + n)[None, :], head[:, None], slopes[:, None], rows_inside[:, None], sequence,
-            tensors, numbers, True, facts,
+            tensors, numbers, True, n_start, entry, facts,
         )  # fmt: skip
         visible = s_mn != float("-inf")
         p_mn = tl.where(visible, probabilities(s_mn, lse_log2[:, None], numbers, facts), 0.0)

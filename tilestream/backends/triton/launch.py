@@ -37,12 +37,14 @@ _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _ALIGNED = [["tt.divisibility", 16]]
 _PARTS = ("q_parts", "k_parts", "v_parts", "dout_parts")
 _PADDED = ("row_lse", "row_delta", *_PARTS)
+_LISTS = ("row_spans", "row_tiles", "row_bits", "key_spans", "key_tiles", "key_bits")
 # Neither of the inputs' dtype nor float32; the bias has its own.
 _DTYPES = {
     "seed": torch.int64,
     "cu_seqlens_q": torch.int32,
     "cu_seqlens_k": torch.int32,
     "flags": torch.int32,
+    **dict.fromkeys(_LISTS, torch.int32),
     **dict.fromkeys(("list_rows", "list_starts", "list_patterns", "list_bits"), torch.int32),
     **dict.fromkeys(_PARTS, torch.bfloat16),
 }

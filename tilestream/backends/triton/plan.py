@@ -15,22 +15,21 @@ from tilestream.backends.triton import backward as backward_kernels
 from tilestream.backends.triton import backward_parts as parts_kernels
 from tilestream.backends.triton import bias_gradient
 from tilestream.backends.triton import forward as forward_kernels
+from tilestream.backends.triton.block_lists import Lists, lists_for, per_query_head
 from tilestream.backends.triton.call import (
-    Numbers,
     Tensors,
     broadcast_strides,
     contiguous_strides,
-    facts_of,
-    layout_of,
     num_key_tiles,
     num_row_tiles,
     precision_of,
     rows_in_place,
     shapes_of,
-    sizes_of,
 )
 from tilestream.backends.triton.configs import Config, config_for, num_splits, padded, takes_parts
 from tilestream.backends.triton.launch import Step, allocator, launch
+from tilestream.backends.triton.steps import ROW_BLOCK, Builder, How, list_facts, list_numbers, num_sides
+from tilestream.block_mask import BlockMask
 from tilestream.problem import AttentionInputs, Gradients, Problem
 from tilestream.spec import Band
 from tilestream.state import AttentionOutput, finite_or_zero, sink_gradient
@@ -54,14 +53,20 @@ __all__ = [
 
 def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
     """See `Backend.forward`."""
-    problem = without_idle_limits(problem)
+    problem, mask = without_mask(problem)
     tensors = Tensors(*_readable(inputs))
-    return _forward_plan(problem, how_of(problem, tensors)).forward(tensors)
+    how = how_of(problem, tensors)
+    if mask is not None:
+        lists = _lists(mask, problem, how, "forward")
+        tensors = Tensors._make((*tensors[:_ROW_LISTS], *lists.tensors(problem.layout == "varlen"), *_NO_TENSORS[:3]))
+        how = how._replace(row_lists=lists.sizes)
+    return _forward_plan(problem, how).forward(tensors)
 
 
 def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput] | None:
     """See `Backend.prepare`."""
-    if not _plan_lasts(problem):
+    # A mask is not remembered with a call.
+    if problem.block_mask is not None or not _plan_lasts(problem):
         return None
     problem = without_idle_limits(problem)
     tensors = Tensors(*_readable(inputs))
@@ -89,7 +94,7 @@ def backward(
     needs_dsinks: bool,
 ) -> Gradients:
     """See `Backend.backward`."""
-    problem = without_idle_limits(problem)
+    problem, mask = without_mask(problem)
     given = Tensors(
         *_readable(inputs),
         out=rows_in_place(output.out),
@@ -98,6 +103,12 @@ def backward(
         dlse=None if dlse is None else dlse.float().contiguous(),
     )
     how = how_of(problem, given)
+    if mask is not None:
+        by_rows, by_keys = (_lists(mask, problem, how, kernel) for kernel in ("query", "key"))
+        # Packed sequences find their rows by number.
+        is_ordered = problem.layout == "varlen"
+        given = Tensors._make((*given[:_ROW_LISTS], *by_rows.tensors(is_ordered), *by_keys.tensors(is_ordered)))
+        how = how._replace(row_lists=by_rows.sizes, key_lists=by_keys.sizes)
     # None of those that are read below is missing.
     tensors: Any = Tensors._make(_backward_plan(problem, how).run(given))
     if problem.total_q == 0:
@@ -105,6 +116,8 @@ def backward(
         tensors.dv.zero_()
     dbias = dsinks = None
     if needs_dbias and inputs.bias is not None:
+        if mask is not None:
+            tensors = tensors._replace(row_spans=by_rows.spans_in_order)
         (dbias,) = _bias_plan(problem, how, inputs.bias.shape).made_of(tensors)
         dbias = dbias.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
     if needs_dsinks and inputs.sinks is not None and tensors.sinks is not None:
@@ -114,23 +127,23 @@ def backward(
     return Gradients(tensors.dq, tensors.dk, tensors.dv, dbias, dsinks)
 
 
+def _lists(mask: BlockMask, problem: Problem, how: How, kernel: str) -> Lists:
+    """What the tiles of a kernel read of a mask."""
+    config = _list_plan(kernel, problem, how.device)
+    return lists_for(mask, problem, config, how.device, by_keys=kernel == "key")
+
+
+@functools.lru_cache(maxsize=1024)
+def _list_plan(kernel: str, problem: Problem, device: torch.device) -> tuple[int, int]:
+    """(queries, keys) of a kernel's tiles with a mask."""
+    config = config_for(kernel, per_query_head(problem), _is_small(device), has_blocks=True)
+    return config.block_m, config.block_n
+
+
 def _plan_lasts(problem: Problem) -> bool:
     """Whether nothing outside of a call changes its plan."""
     # What float32 products are made of can change between two calls, and whether a CPU interprets.
     return problem.device_type == "cuda" and problem.dtype != torch.float32
-
-
-class How(NamedTuple):
-    """What the kernels of a call follow from besides the problem: where and how its tensors lie."""
-
-    device: torch.device
-    precision: str  # `call.precision_of`
-    are_aligned: bool  # the tensors with rows: q, k, v and, in a backward, out and dout
-    strides: tuple[tuple[int, ...], ...]  # of the same
-    slopes_stride: int = 0
-    bias_dtype: torch.dtype | None = None
-    bias_strides: tuple[int, ...] = (0, 0, 0, 0)
-    has_dlse: bool = False
 
 
 def how_of(problem: Problem, tensors: Tensors) -> How:
@@ -201,17 +214,22 @@ class Plan:
 # Bytes that a thread reads at once.
 _ALIGNMENT = 16
 _NO_TENSORS = (None,) * len(Tensors._fields)
+_ROW_LISTS = Tensors._fields.index("row_spans")
 _OUT, _LSE = Tensors._fields.index("out"), Tensors._fields.index("lse")
 # Those that kernels load; narrower ones are widened first.
 _BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Rows and keys that the tiles of every key kernel are made of: what lse, delta and parts are padded to.
-_ROW_BLOCK = 128
 # Beyond the distance of any two positions (`_MOST_ROWS` of the backend).
 _FARTHEST = 2**29
 _HOPPER_SHARED_BYTES = 227 << 10
 # Padded rows in parts for one that is; and so few of them that it does not matter, 50 MB at head_dim 128.
 _MOST_PADDED = 2.5
 _FEW_ROWS = 2**16
+
+
+def without_mask(problem: Problem) -> tuple[Problem, BlockMask | None]:
+    """What can be remembered of a problem, and its mask."""
+    mask = problem.block_mask
+    return without_idle_limits(problem if mask is None else problem.without_mask), mask
 
 
 @functools.lru_cache(maxsize=1024)
@@ -234,9 +252,12 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
     ]
     if problem.total_q == 0:
         return Plan(how.device, made, ())
-    hides = _can_hide(problem)
+    hides = _can_hide(problem, how)
     config = kernel_config("forward", problem, how)
     splits, split_keys = num_splits(problem, config, num_processors(how.device))
+    # Lists are not split, and packed calls neither.
+    can_split = problem.layout == "dense" and how.row_lists is None
+    splits = splits if can_split else 1
     parts = [
         _Made("out_parts", (splits, problem.total_q * problem.num_heads_q, problem.head_dim_v), torch.float32),
         _Made("lse_parts", (splits, problem.total_q * problem.num_heads_q), torch.float32),
@@ -248,8 +269,8 @@ def _forward_plan(problem: Problem, how: How) -> Plan:
         build.row_step(forward_kernels.forward_kernel, config, {"has_splits": True}, sizes),
         build.row_step(forward_kernels.combine_kernel, config, {"flags": hides}, sizes),
     ]
-    # Two kernels, because one for both is up to 7 % slower (docs/measured-facts.md). Packed calls never split.
-    steps, others = (split, whole) if splits > 1 else (whole, split if problem.layout == "dense" else [])
+    # Two kernels, because one for both is up to 7 % slower (docs/measured-facts.md).
+    steps, others = (split, whole) if splits > 1 else (whole, split if can_split else [])
     made += parts if splits > 1 else []
     if hides:
         exact = kernel_config("exact_forward", problem, how)
@@ -265,7 +286,7 @@ def _backward_plan(problem: Problem, how: How) -> Plan:
     made.append(_Made("delta", lse_shape(problem), torch.float32))
     if problem.total_q == 0:
         return Plan(how.device, made, ())
-    made += [_Made(name, (_padded_rows(problem),), torch.float32) for name in ("row_lse", "row_delta")]
+    made += [_Made(name, (_padded_rows(how.rows_of(problem)),), torch.float32) for name in ("row_lse", "row_delta")]
     steps, others = _plain_steps(problem, how), list[Step]()
     if _takes_parts(problem, how):
         parts = _parts_steps(problem, how)
@@ -276,7 +297,7 @@ def _backward_plan(problem: Problem, how: How) -> Plan:
 
 
 def _plain_steps(problem: Problem, how: How) -> list[Step]:
-    hides = _can_hide(problem)
+    hides = _can_hide(problem, how)
     build = Builder(problem, how)
     steps = [
         build.delta_step(),
@@ -301,7 +322,7 @@ def _parts_steps(problem: Problem, how: How) -> list[Step]:
     build = Builder(problem, how)
     return [
         build.delta_step(writes_parts=True),
-        build.key_step(parts_kernels.split_kernel, Config(16, _ROW_BLOCK, 8, 1)),
+        build.key_step(parts_kernels.split_kernel, Config(16, ROW_BLOCK, 8, 1)),
         build.row_step(parts_kernels.query_parts_kernel, config, flags),
         looks_at_flags(build.row_step(backward_kernels.exact_query_kernel, exact), how),
         build.key_step(parts_kernels.key_parts_kernel, key_config, flags),
@@ -327,57 +348,9 @@ def _bias_plan(problem: Problem, how: How, shape: torch.Size) -> Plan:
     if math.prod(made[0].shape) == 0:
         return Plan(how.device, made, ())
     build = Builder(problem, how)
-    facts, sizes = {"sums_rows": sums_rows, "sums_keys": sums_keys}, {"dbias_shape": (batch, heads, rows, keys)}
+    facts = {"sums_rows": sums_rows, "sums_keys": sums_keys, **list_facts(how.row_lists)}
+    sizes = {"dbias_shape": (batch, heads, rows, keys), **list_numbers(problem, how.row_lists)}
     return Plan(how.device, made, [build.step(bias_gradient.bias_kernel, config, programs, facts, sizes)])
-
-
-class Builder:
-    """Makes the steps of one plan."""
-
-    def __init__(self, problem: Problem, how: How) -> None:
-        self._problem, self._how = problem, how
-        self._unit, strides = layout_of(problem, how.strides, how.are_aligned)
-        self._numbers: Numbers = sizes_of(problem)._replace(
-            row_tiles=num_row_tiles(problem, _ROW_BLOCK),
-            key_tiles=num_key_tiles(problem, _ROW_BLOCK),
-            slopes_stride=how.slopes_stride,
-            bias_strides=how.bias_strides,
-            **strides,
-        )
-
-    def delta_step(self, writes_parts: bool = False) -> Step:
-        """What every backward begins with."""
-        facts = {"has_dlse": self._how.has_dlse, "writes_parts": writes_parts}
-        config = Config(_ROW_BLOCK, 16, 8 if writes_parts else 4, 1)
-        return self.row_step(backward_kernels.delta_kernel, config, facts)
-
-    def row_step(
-        self, kernel: Any, config: Config, facts: dict[str, Any] | None = None, sizes: dict[str, Any] | None = None
-    ) -> Step:
-        """A kernel with a program per tile of packed rows, longest first."""
-        facts = {"starts_last": self._problem.spec.band.right is not None, **(facts or {})}
-        return self._tile_step(kernel, config, num_row_tiles(self._problem, config.block_m), facts, sizes or {})
-
-    def key_step(
-        self, kernel: Any, config: Config, facts: dict[str, Any] | None = None, sizes: dict[str, Any] | None = None
-    ) -> Step:
-        """A kernel with a program per tile of keys."""
-        facts = {"starts_last": self._problem.spec.band.left is not None, **(facts or {})}
-        tiles = num_key_tiles(self._problem, config.block_n * config.num_slices)
-        return self._tile_step(kernel, config, tiles, facts, sizes or {})
-
-    def _tile_step(self, kernel: Any, config: Config, tiles: int, facts: dict[str, Any], sizes: dict[str, Any]) -> Step:
-        problem = self._problem
-        programs = tiles * _num_sides(problem)
-        total = programs * sizes["num_splits"] if facts.get("has_splits") else programs
-        return self.step(kernel, config, total, facts, {"num_tiles": tiles, "num_programs": programs, **sizes})
-
-    def step(self, kernel: Any, config: Config, programs: int, facts: dict[str, Any], sizes: dict[str, Any]) -> Step:
-        """A kernel with so many programs."""
-        problem, how = self._problem, self._how
-        made = facts_of(problem, config, self._unit, how.precision, row_block=_ROW_BLOCK, **facts)
-        numbers = self._numbers._replace(**sizes)
-        return Step(kernel, config, made, programs, numbers, problem.dtype, how.bias_dtype or problem.dtype)
 
 
 def lse_shape(problem: Problem) -> tuple[int, ...]:
@@ -396,16 +369,11 @@ def _parts_made(problem: Problem) -> list[_Made]:
 
 def _padded_rows(problem: Problem) -> int:
     """Rows of the arrays of `tiles.padded_rows`."""
-    return num_row_tiles(problem, _ROW_BLOCK) * _ROW_BLOCK * _num_sides(problem)
+    return num_row_tiles(problem, ROW_BLOCK) * ROW_BLOCK * num_sides(problem)
 
 
 def _padded_keys(problem: Problem) -> int:
-    return num_key_tiles(problem, _ROW_BLOCK) * _ROW_BLOCK * _num_sides(problem)
-
-
-def _num_sides(problem: Problem) -> int:
-    """How often the tiles of one side come: per KV head, and of dense calls per batch entry."""
-    return problem.num_heads_kv * (1 if problem.layout == "varlen" else problem.batch)
+    return num_key_tiles(problem, ROW_BLOCK) * ROW_BLOCK * num_sides(problem)
 
 
 def _flags_of(steps: Sequence[Step]) -> list[_Made]:
@@ -419,15 +387,21 @@ def looks_at_flags(step: Step, how: How) -> Step:
     return dataclasses.replace(step, num_programs=min(step.num_programs, num_processors(how.device)))
 
 
-def _can_hide(problem: Problem) -> bool:
+def _can_hide(problem: Problem, how: How) -> bool:
     """Where nothing can be hidden, nothing hidden can get in."""
-    return not problem.spec.band.is_unlimited or problem.spec.has_bias
+    return not problem.spec.band.is_unlimited or problem.spec.has_bias or how.row_lists is not None
 
 
 def _takes_parts(problem: Problem, how: How) -> bool:
     """Whether float32 operands are split into parts before the backward's kernels."""
     # Where there are no keys, no kernel writes parts of them.
-    return how.precision == "bf16x6" and problem.total_k > 0 and takes_parts(problem) and _is_hopper(how.device)
+    return (
+        how.precision == "bf16x6"
+        and how.row_lists is None
+        and problem.total_k > 0
+        and takes_parts(problem)
+        and _is_hopper(how.device)
+    )
 
 
 def _fills_tiles(problem: Problem) -> bool:
@@ -444,7 +418,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 def kernel_config(kernel: str, problem: Problem, how: How) -> Config:
     """The tiles of a kernel on the device of a call."""
-    return config_for(kernel, problem, _is_small(how.device))
+    return config_for(kernel, how.rows_of(problem), _is_small(how.device), has_blocks=how.row_lists is not None)
 
 
 @functools.cache

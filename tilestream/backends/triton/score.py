@@ -73,6 +73,30 @@ def _visible(i, j, rows_inside, sequence, facts: tl.constexpr):
 
 
 @triton.jit
+def _is_shown(lines, along, start, entry, bits, facts: tl.constexpr):
+    """Which pairs of a tile its pattern shows; all where it has none.
+
+    A line of the tile has its bits side by side. Words are loaded for lines, not for pairs: few registers.
+
+    Args:
+        lines, along: queries and keys, or by keys the other way round; shaped to broadcast.
+        start: the first of `along`.
+        entry: where the list has the tile.
+    """
+    LINES: tl.constexpr = facts.list_n if facts.by_keys else facts.list_m
+    LENGTH: tl.constexpr = facts.list_m if facts.by_keys else facts.list_n
+    BLOCK: tl.constexpr = facts.block_m if facts.by_keys else facts.block_n
+    WORDS: tl.constexpr = (LENGTH + 31) // 32
+    pattern = tl.load(entry + 1)
+    first = bits + (pattern.to(tl.int64) * (LINES * WORDS) + (start & (LENGTH - 1)) // 32)
+    places = first + (lines & (LINES - 1)) * WORDS
+    words = tl.load(places, pattern >= 0, other=-1)
+    for word in tl.static_range(1, (BLOCK + 31) // 32):
+        words = tl.where((along - start) // 32 == word, tl.load(places + word, pattern >= 0, other=-1), words)
+    return ((words >> (along & (LENGTH - 1) & 31)) & 1) != 0
+
+
+@triton.jit
 def capped_scores(s, numbers, facts: tl.constexpr):
     """Dot products times the scale, below the softcap; and its tanh, where there is one."""
     capped = s
@@ -117,9 +141,12 @@ def biased(s, bias):
 
 @triton.jit
 def score_tile(
-    s, i, j, head, slopes, rows_inside, sequence, tensors, numbers, is_partial, facts: tl.constexpr
+    s, i, j, head, slopes, rows_inside, sequence, tensors, numbers, is_partial, start, entry, facts: tl.constexpr
 ):  # fmt: skip
-    """Scores from dot products `s`, masked where the tile is PARTIAL; and the softcap's tanh, where there is one."""
+    """Scores from dot products `s`, masked where the tile is PARTIAL; and the softcap's tanh, where there is one.
+
+    `start` and `entry` are those of a visit, with a block mask (`visits.py`).
+    """
     capped = s
     if not facts.folds_scale:
         s, capped = capped_scores(s, numbers, facts)
@@ -128,7 +155,17 @@ def score_tile(
         if facts.has_bias:
             s = biased(s, _bias_tile(i, j, head, rows_inside, sequence, tensors, numbers))
     if is_partial:
-        s = tl.where(_visible(i, j, rows_inside, sequence, facts), s, float("-inf"))
+        visible = _visible(i, j, rows_inside, sequence, facts)
+        if facts.has_blocks:
+            if facts.by_keys:
+                visible = visible & _is_shown(
+                    j, i, start, tensors.key_tiles + 2 * entry.to(tl.int64), tensors.key_bits, facts
+                )
+            else:
+                visible = visible & _is_shown(
+                    i, j, start, tensors.row_tiles + 2 * entry.to(tl.int64), tensors.row_bits, facts
+                )
+        s = tl.where(visible, s, float("-inf"))
     return s, capped
 
 

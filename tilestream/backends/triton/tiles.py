@@ -27,6 +27,7 @@ __all__ = [
     "numbers_at",
     "padded_keys",
     "padded_rows",
+    "padded_rows_of_head",
     "query_ranges",
     "row_heads",
     "row_lse",
@@ -41,7 +42,7 @@ class Sequence(NamedTuple):
     """One sequence (of a dense call: one batch entry) and one KV head of it."""
 
     batch: Any
-    head_kv: Any
+    head_kv: Any  # with a block mask a query head: see `visits.py`
     q_start: Any  # first token in the packed tensors; 0 in dense ones
     k_start: Any
     seqlen_q: Any
@@ -241,9 +242,16 @@ def row_offsets(rows, sequence, strides, facts: tl.constexpr):
 
 
 @triton.jit
-def next_row_offsets(first_offsets, rows, m_start, sequence, strides, facts: tl.constexpr):
-    """`row_offsets` of the tile at `m_start`, from those of the tile at 0 where whole groups fill a tile."""
-    if facts.block_m % facts.group == 0:
+def next_row_offsets(first_offsets, rows, m_start, head, sequence, strides, facts: tl.constexpr):
+    """`row_offsets` of the tile at `m_start`, from those of the tile at 0 where whole groups fill a tile.
+
+    Args:
+        head: how many query heads further than those are, where each has row tiles of its own.
+    """
+    if facts.kv_share > 1:
+        step = m_start * strides[1].to(tl.int64) + head * strides[2].to(tl.int64)
+        return first_offsets + step * facts.unit
+    elif facts.block_m % facts.group == 0:
         return first_offsets + (m_start // facts.group) * (strides[1].to(tl.int64) * facts.unit)
     else:
         return row_offsets(rows, sequence, strides, facts)
@@ -253,7 +261,10 @@ def next_row_offsets(first_offsets, rows, m_start, sequence, strides, facts: tl.
 def key_offsets(j, sequence, strides, facts: tl.constexpr):
     """Element offsets of keys in a tensor with KV heads; `strides` as in `row_offsets`."""
     token = (sequence.k_start + j).to(tl.int64)
-    offsets = (token * strides[1] + sequence.head_kv.to(tl.int64) * strides[2]) * facts.unit
+    head = sequence.head_kv
+    if facts.kv_share > 1:
+        head = head // facts.kv_share
+    offsets = (token * strides[1] + head.to(tl.int64) * strides[2]) * facts.unit
     if not facts.is_varlen:
         offsets += sequence.batch.to(tl.int64) * strides[0] * facts.unit
     return offsets
@@ -302,6 +313,12 @@ def row_lse(rows, rows_inside, sequence, tensors, numbers, facts: tl.constexpr):
 def padded_rows(sequence, numbers, facts: tl.constexpr):
     """Where a sequence's packed rows start in arrays that hold whole tiles of rows, so that none is masked."""
     return _padded(sequence, sequence.q_start * facts.group, numbers.row_tiles, numbers, facts)
+
+
+@triton.jit
+def padded_rows_of_head(first, head, numbers, facts: tl.constexpr):
+    """`padded_rows` of a query head that is so many further, from those of the first."""
+    return first + head * (numbers.row_tiles.to(tl.int64) * facts.row_block)
 
 
 @triton.jit
