@@ -11,6 +11,8 @@ import torch
 from cases import SPARSE_CASES, Case
 from inputs import make_inputs
 from masks import mask_of
+from targets import TARGETS, Target
+from test_conformance import skip_if_refused
 from tolerance import faults, same_bits
 
 import tilestream
@@ -25,16 +27,19 @@ from tilestream.spec import AttentionSpec, Band
 from tilestream.tiles import TileKind
 
 # The backends with kernels for block masks; another that gains them is added here, and its cases with it.
-TAKES_MASKS = ("cpu",)
+TAKES_MASKS = ("native", "cpu")
+# The targets of a case follow each other, because they share its yardstick.
+_ROWS = [(case, target) for case in SPARSE_CASES for target in TARGETS if target.backend in TAKES_MASKS]
 
 
-@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("backend", TAKES_MASKS)
-def test_conformance(backend: str, case: Case, device: torch.device) -> None:
-    inputs = make_inputs(case, device)
-    before = inputs.fingerprint()
-    result, gradients = inputs.run(backend)
-    again, gradients_again = inputs.run(backend)
+@pytest.mark.parametrize(("case", "target"), _ROWS, ids=lambda value: value.id)
+def test_conformance(case: Case, target: Target, device: torch.device) -> None:
+    with target.in_use():
+        skip_if_refused(target.backend, case, device)
+        inputs = target.inputs(case, device)
+        before = inputs.fingerprint()
+        result, gradients = inputs.run(target.backend)
+        again, gradients_again = inputs.run(target.backend)
     for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
         assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
     assert all(map(same_bits, result, again)), f"two runs differ: {case}"
@@ -56,19 +61,16 @@ def test_other_backends_refuse(name: str, device: torch.device) -> None:
 
 def test_a_refusal_names_the_mask() -> None:
     """A backend that would run the dense call says that it is the mask, which nothing else may hide."""
-    for case in (Case("dense"), Case("sparse", mask="butterfly")):
-        reasons = dict(dispatch.explain(case.problem("cpu", False)).reasons)
-        assert reasons["cpu"] is None
-        if case.mask is None and reasons["native"] is not None:
-            pytest.skip("needs the native kernels")
-    assert "block mask" in str(reasons["native"])
-    on_gpu = dataclasses.replace(case.problem("cuda", False), dtype=torch.bfloat16)
+    on_gpu = dataclasses.replace(Case("sparse", mask="butterfly").problem("cuda", False), dtype=torch.bfloat16)
+    assert hopper.problem_reason(dataclasses.replace(on_gpu, block_mask=None), 132) is None
     assert "block mask" in str(hopper.problem_reason(on_gpu, 132))
 
 
 def test_automatic_calls_are_served(device: torch.device) -> None:
     inputs = make_inputs(Case("automatic", mask="planes"), device)
-    assert all(map(same_bits, inputs.forward("cpu"), inputs._result(inputs.leaves, None)))  # type: ignore[arg-type]
+    chosen = dispatch.explain(inputs.case.problem(device.type, False)).chosen
+    assert device.type != "cpu" or chosen == dispatch.explain(Case("dense").problem("cpu", False)).chosen
+    assert all(map(same_bits, inputs.forward(chosen), inputs._result(inputs.leaves, None)))  # type: ignore[arg-type]
 
 
 class _Watch:

@@ -46,7 +46,7 @@ _ROWS = [(case, target) for case in CASES for target in targets_of(case, case in
 @pytest.mark.parametrize(("case", "target"), _ROWS, ids=lambda value: value.id)
 def test_conformance(case: Case, target: Target, device: torch.device) -> None:
     with target.in_use():
-        _skip_if_refused(target.backend, case, device)
+        skip_if_refused(target.backend, case, device)
         inputs = target.inputs(case, device)
         before = inputs.fingerprint()
         result, gradients = inputs.run(target.backend)
@@ -62,7 +62,8 @@ def test_conformance(case: Case, target: Target, device: torch.device) -> None:
     assert not found, "\n".join([*found, str(case)])
 
 
-def _skip_if_refused(backend: str, case: Case, device: torch.device) -> None:
+def skip_if_refused(backend: str, case: Case, device: torch.device) -> None:
+    """Of a case that the backend refuses, which has to be one that it is expected to refuse."""
     supports = dispatch.backend(backend).supports
     reason = supports(case.problem(device.type, is_backward=False)) or supports(
         case.problem(device.type, is_backward=True)
