@@ -13,6 +13,7 @@ from cases import Case, is_possible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import LARGE, CaseInputs, make_inputs
+from masks import MASKS
 from targets import ISAS, Target, assert_right, each_isa, needs_native
 from torch import Tensor
 
@@ -70,6 +71,7 @@ _CASES = st.builds(
     memory=st.sampled_from(("head_major", "packed_qkv", "odd_offset", "padded_tokens")),
     dout=st.sampled_from(("strided", "expanded")),
     with_dlse=st.booleans(),
+    mask=_maybe(st.sampled_from(MASKS)),
 ).filter(lambda case: is_possible(dataclasses.asdict(case)))
 
 
@@ -108,6 +110,10 @@ def test_gradient_of_every_bias(axes: str, layout: str, isa: str) -> None:
         {"lengths": (130, 130), "shift": 2**40, "window": (None, 2**62)},
         {"batch": 70, "heads": (1, 1), "lengths": (3, 5), "widths": (8, 8)},
         {"heads": (1, 37), "lengths": (9, 70), "dtype": torch.bfloat16, "causal": True},
+        # More query heads than a task has rows: they share a mask, and are not packed.
+        {"heads": (1, 300), "lengths": (9, 40), "widths": (8, 8), "batch": 1, "mask": "bigbird", "bias": "11mn"},
+        {"heads": (2, 37), "lengths": (9, 70), "layout": "varlen", "mask": "strided", "causal": True},
+        {"lengths": (130, 130), "shift": 2**40, "window": (None, 2**62), "mask": "documents"},
     ],
     ids=str,
 )
@@ -154,6 +160,11 @@ _SUMS = (
     Case("sums_one", lengths=(200, 150), batch=3, bias="1111", window=(70, 3)),
     Case("sums_packed", layout="varlen", lengths=(300, 200), heads=(2, 2), bias="1hmn", sinks="random"),
     Case("sums_packed_keys", layout="varlen", lengths=(150, 300), bias="11m1", causal=True),
+    # Rows of tiles that many threads cut; planes of heads that share a bias; a column's tiles of several heads.
+    Case("sums_blocks", lengths=(300, 280), heads=(2, 4), causal=True, bias="11mn", sinks="random", mask="everything"),
+    Case("sums_planes", lengths=(200, 150), heads=(2, 2), bias="11mn", mask="planes"),
+    Case("sums_batch", lengths=(200, 150), heads=(2, 2), bias="1hmn", mask="planes"),
+    Case("sums_packed_planes", layout="varlen", lengths=(200, 150), heads=(2, 3), bias="bh1n", mask="combined"),
 )
 
 

@@ -309,9 +309,10 @@ template <class Engine> struct BackwardTask {
   }
   int32_t *ticket_of(const Piece &piece) const { return b->tickets + unit * b->num_key_blocks + piece.column; }
   int32_t rank_of(const Piece &piece) const {
-    const int64_t member = task.first_head / b->plan.group % b->plan.members;
-    return (int32_t)(c->lists->plane_strides[1] ? b->ranks[piece.entry] : b->ranks[piece.entry] * b->plan.members + member);
+    const int64_t rank = b->ranks[piece.entry];
+    return (int32_t)(c->lists->plane_strides[1] ? rank : rank * b->plan.members + member());
   }
+  int64_t member() const { return task.first_head / b->plan.group % b->plan.members; }
   void add_piece(const Piece &piece, const Panels &active) {
     int32_t *ticket = ticket_of(piece);
     const int32_t rank = rank_of(piece);
@@ -389,8 +390,7 @@ template <class Engine> struct BackwardTask {
     if (shares_batch())
       for (int64_t s = 0; s < task.sequence.batch; s++)
         if (b->plan.blocks_of(sequence_of(*c, s).num_queries) > task.row_block) rank += shares_heads() ? c->num_heads_kv : 1;
-    if (shares_heads()) rank = rank * b->plan.members + task.first_head / b->plan.group % b->plan.members;
-    return (int32_t)rank;
+    return (int32_t)(rank * b->plan.members + member());
   }
 };
 
