@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,9 @@ from targets import ISAS, Target, assert_right, each_isa, needs_native
 from torch import Tensor
 
 import tilestream
+from tilestream import BlockMask
 from tilestream.backends.cpu import native
+from tilestream.backends.cpu.native import lists
 from tilestream.dropout import keep_mask
 
 CPU = torch.device("cpu")
@@ -148,6 +151,68 @@ def test_a_small_fault_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(native, "pack", wrong)
     with pytest.raises(AssertionError, match=r"(?s)out: error.*lse: error.*dquery: error.*dkey: error"):
         assert_right(Case("fault"), ISAS[0])
+
+
+# ---- block masks
+
+
+@pytest.mark.parametrize(
+    ("block", "group", "num_heads", "expected"),
+    [
+        ((128, 128), 1, 1, ((128, 128), 1)),
+        ((128, 128), 8, 1, ((32, 128), 8)),
+        ((128, 128), 8, 8, ((128, 128), 1)),  # heads with planes of their own
+        ((128, 128), 300, 1, ((128, 128), 1)),  # more heads than rows
+        ((16, 256), 1, 1, ((32, 256), 1)),
+        ((16, 16), 4, 1, ((16, 32), 4)),
+        ((8, 24), 1, 1, ((32, 48), 1)),
+        ((700, 700), 1, 1, ((175, 140), 1)),
+        ((257, 514), 1, 1, ((256, 32), 1)),  # nothing divides them
+        ((1, 1), 2, 1, ((16, 32), 2)),
+        ((2**20, 2**20), 2, 1, ((128, 256), 2)),
+    ],
+    ids=str,
+)
+def test_tiles_of_masks_are_blocks_where_they_can(
+    block: tuple[int, int], group: int, num_heads: int, expected: tuple[tuple[int, int], int]
+) -> None:
+    mask = BlockMask.from_blocks(torch.ones(1, num_heads, 1, 1, dtype=torch.bool), *block, block_size=block)
+    assert lists.tiles_of(mask, group, 256) == expected
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_empty_tiles_are_never_read(layout: str, dtype: torch.dtype, isa: str) -> None:
+    """A number that is not finite would send the call to the loop, which is an error here."""
+    kept = torch.tensor([[1, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]], dtype=torch.bool)
+    mask = BlockMask.from_blocks(kept, 250, block_size=64)
+    query, key, value = (torch.randn(1, 250, 4, 24).to(dtype) for _ in range(3))
+    key[:, 64:128], value[:, 64:128] = float("nan"), float("inf")
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    with Target("native", isa).in_use():
+        if layout == "dense":
+            out = tilestream.block_sparse_attention(*leaves, mask, backend="native")
+        else:
+            starts = torch.tensor([0, 250], dtype=torch.int32)
+            packed = [x[0] for x in leaves]
+            out = tilestream.block_sparse_attention_varlen(*packed, starts, starts, mask, backend="native")[None]
+        gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert all(bool(x.isfinite().all()) for x in (out, *gradients))
+    assert not out[:, 128:192].any()
+    assert not gradients[1][:, 64:128].any()
+    assert out[:, 64:128].any()
+
+
+def test_lists_go_with_their_mask() -> None:
+    mask = BlockMask.from_band(64, causal=True, block_size=16)
+    case = dataclasses.replace(Case("lists").problem("cpu", False), seqlen_q=64, seqlen_k=64, block_mask=mask)
+    found = lists.lists_of(case, 256)
+    assert found is lists.lists_of(case, 256)
+    known = len(lists._PACKED)
+    del mask, case, found
+    gc.collect()
+    assert len(lists._PACKED) == known - 1
 
 
 # ---- the same bits

@@ -52,7 +52,7 @@ def tiles_of(mask: BlockMask, group: int, most_rows: int) -> ListTiles:
     elif block_n < _WORD:
         tile_n = block_n * -(-_WORD // block_n)
     else:
-        tile_n = block_n if block_n <= _WIDEST else _part_of(block_n, _WIDEST, _WORD)
+        tile_n = block_n if block_n <= _WIDEST else _part_of(block_n, _WIDEST, _UNIT)
     return ListTiles((tile_m, tile_n), packed_heads)
 
 
