@@ -52,8 +52,8 @@ def block_sparse_attention(
             of its own: ``shift`` below is that of causal, window and ALiBi alone.
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, shift, deterministic: as
             `attention`.
-        backend: as `attention`; ``"native"`` (kernels for a CPU) and ``"cpu"`` (tiled PyTorch operations, on any device)
-            take a block mask today.
+        backend: as `attention`; today ``"native"`` (kernels for a CPU) and ``"cpu"`` (tiled PyTorch operations, on any
+            device) take a block mask.
 
     Returns:
         (batch, seqlen_q, num_heads_q, head_dim_v), contiguous, dtype of `query`. A query that sees no key gives 0 and
