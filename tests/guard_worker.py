@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import itertools
 import mmap
 import sys
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from tilestream.backends.base import Backend
 from tilestream.backends.cpu import native
-from tilestream.backends.cpu.native import library
+from tilestream.backends.cpu.native import library, lists
+from tilestream.block_mask import BlockMask
+from tilestream.block_mask.tiles import TileLists, tile_lists
 from tilestream.problem import AttentionInputs, Problem
 from tilestream.spec import AttentionSpec, Band
 from tilestream.state import AttentionOutput
@@ -126,6 +129,30 @@ def problems(dtype: torch.dtype, widths: tuple[int, int]) -> Iterator[tuple[Prob
         yield Problem.from_inputs(inputs, spec, shift=None if is_varlen else 16), inputs
 
 
+def masked(problem: Problem) -> Problem:
+    """The call with bits for pairs: one plane for all, or where it has every feature one for each query head."""
+    generator = torch.Generator().manual_seed(9)
+    shown = torch.rand(1, 6 if problem.spec.has_bias else 1, 37, 53, generator=generator) < 0.6
+    shown[:, :, :, 32:40] = True
+    shown[:, :, 20:] = shown[:, :, 20:, :1]
+    return dataclasses.replace(problem, block_mask=BlockMask.from_dense(shown, block_size=(8, 12)))
+
+
+@contextlib.contextmanager
+def lists_guarded(at_end: bool) -> Iterator[None]:
+    """The lists of block masks lie in guarded memory inside."""
+    kept = []
+
+    def guarded_lists(*arguments: Any, **options: Any) -> TileLists:
+        found = tile_lists(*arguments, **options)
+        tensors = {name: x for name, x in vars(found).items() if isinstance(x, Tensor)}
+        kept.append(dataclasses.replace(found, **{name: guard(x, at_end) for name, x in tensors.items()}))
+        return kept[-1]
+
+    with mock.patch.object(lists, "tile_lists", guarded_lists):
+        yield
+
+
 def run(
     problem: Problem,
     inputs: AttentionInputs,
@@ -149,13 +176,15 @@ def main(isa: str) -> None:
     """Raises, or dies, at the first call that goes astray."""
     with library.use(isa), mock.patch.object(native, "varlen", None):
         for dtype, widths in itertools.product(_DTYPES, _WIDTHS):
-            for problem, inputs in problems(dtype, widths):
+            plain = list(problems(dtype, widths))
+            for problem, inputs in plain + [(masked(problem), inputs) for problem, inputs in plain]:
                 wanted = run(problem, inputs, lambda x, strided=False: x)
                 for at_end, gaps in itertools.product((True, False), repeat=2):
                     what = f"{isa} {dtype} {widths} {problem.layout} bias={inputs.bias is not None} at_end={at_end}"
+                    what += f" {problem.block_mask}"
                     # Flushed, so that the last words of a process that dies say what it was doing.
                     print(what, flush=True)
-                    with results_guarded(at_end):
+                    with lists_guarded(at_end), results_guarded(at_end):
                         got = run(problem, inputs, lambda x, strided=False: guard(x, at_end, strided and gaps))  # noqa: B023
                     for one, other in zip(got, wanted, strict=True):
                         assert torch.isfinite(other).logical_or(other == -float("inf")).all(), what

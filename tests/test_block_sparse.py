@@ -12,11 +12,12 @@ from cases import SPARSE_CASES, SPARSE_FEW, Case
 from inputs import make_inputs
 from interpreter import is_ready
 from masks import mask_of
-from targets import FINITE, Target
-from tolerance import faults, same_bits
+from targets import FINITE, TARGETS, Target
+from test_conformance import assert_conforms
+from tolerance import same_bits
 
 import tilestream
-from tilestream import BlockMask, DtypeError, ShapeError, UnsupportedError, dispatch, ops, reference
+from tilestream import BlockMask, DtypeError, ShapeError, dispatch, ops, reference
 from tilestream.backends import hopper
 from tilestream.backends.cpu import block_backward, forward
 from tilestream.backends.cpu.score import ScoreTile
@@ -26,65 +27,38 @@ from tilestream.problem import AttentionInputs, Problem
 from tilestream.spec import AttentionSpec, Band
 from tilestream.tiles import TileKind
 
-# The backends with kernels for block masks; another that gains them is added here, and its cases with it.
-TAKES_MASKS = ("cpu", "triton")
-
 
 def _targets(case: Case) -> list[Target]:
-    """What a case is run on. Interpreted kernels have no time for all, nor float64."""
-    targets = [Target("cpu")]
-    if case.dtype != torch.float64 and (case in SPARSE_FEW or not is_ready()):
+    """What a case is run on. Interpreted kernels have no time for all."""
+    targets = [target for target in TARGETS if target.backend != "triton"]
+    if case in SPARSE_FEW or not is_ready():
         targets += [Target("triton"), FINITE]
     return targets
 
 
+# The targets of a case follow each other, because they share its yardstick.
 _ROWS = [(case, target) for case in SPARSE_CASES for target in _targets(case)]
 
 
 @pytest.mark.parametrize(("case", "target"), _ROWS, ids=lambda value: value.id)
 def test_conformance(case: Case, target: Target, device: torch.device) -> None:
-    if target.backend == "triton" and device.type == "cpu" and not is_ready():
-        pytest.skip("needs Triton, for its interpreter")
-    with target.in_use():
-        inputs = target.inputs(case, device)
-        before = inputs.fingerprint()
-        result, gradients = inputs.run(target.backend)
-        # The interpreter runs one program after the other: nothing can differ, and there is no time to see that.
-        again, gradients_again = (result, gradients) if target.is_interpreted else inputs.run(target.backend)
-    for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
-        assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
-    assert all(map(same_bits, result, again)), f"two runs differ: {case}"
-    for name, gradient in gradients.items():
-        assert same_bits(gradient, gradients_again[name]), f"two runs of d{name} differ: {case}"
-    found = faults(inputs, result, gradients)
-    assert not found, "\n".join([*found, str(case)])
-
-
-@pytest.mark.parametrize("name", [name for name in dispatch.BACKENDS if name not in TAKES_MASKS])
-def test_other_backends_refuse(name: str, device: torch.device) -> None:
-    case = Case("refused", mask="butterfly")
-    for is_backward in (False, True):
-        assert dispatch.backend(name).supports(case.problem(device.type, is_backward)) is not None
-    inputs = make_inputs(case, device)
-    with pytest.raises(UnsupportedError, match="cpu can"):
-        inputs.forward(name)
+    assert_conforms(case, target, device)
 
 
 def test_a_refusal_names_the_mask() -> None:
     """A backend that would run the dense call says that it is the mask, which nothing else may hide."""
-    for case in (Case("dense"), Case("sparse", mask="butterfly")):
-        reasons = dict(dispatch.explain(case.problem("cpu", False)).reasons)
-        assert reasons["cpu"] is None
-        if case.mask is None and reasons["native"] is not None:
-            pytest.skip("needs the native kernels")
-    assert "block mask" in str(reasons["native"])
+    case = Case("sparse", mask="butterfly", softcap=3.0)
     on_gpu = dataclasses.replace(case.problem("cuda", False), dtype=torch.bfloat16)
+    assert "block mask" in str(hopper._mask_reason(on_gpu))
+    assert hopper._mask_reason(dataclasses.replace(on_gpu, block_mask=None)) is None
     assert "block mask" in str(hopper.problem_reason(on_gpu, 132))
 
 
 def test_automatic_calls_are_served(device: torch.device) -> None:
     inputs = make_inputs(Case("automatic", mask="planes"), device)
-    assert all(map(same_bits, inputs.forward("cpu"), inputs._result(inputs.leaves, None)))  # type: ignore[arg-type]
+    chosen = dispatch.explain(inputs.case.problem(device.type, False)).chosen
+    assert device.type != "cpu" or chosen == dispatch.explain(Case("dense").problem("cpu", False)).chosen
+    assert all(map(same_bits, inputs.forward(chosen), inputs._result(inputs.leaves, None)))  # type: ignore[arg-type]
 
 
 class _Watch:

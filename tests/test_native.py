@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,14 @@ from cases import Case, is_possible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import LARGE, CaseInputs, make_inputs
+from masks import MASKS
 from targets import ISAS, Target, assert_right, each_isa, needs_native
 from torch import Tensor
 
 import tilestream
+from tilestream import BlockMask
 from tilestream.backends.cpu import native
+from tilestream.backends.cpu.native import lists
 from tilestream.dropout import keep_mask
 
 CPU = torch.device("cpu")
@@ -70,6 +74,7 @@ _CASES = st.builds(
     memory=st.sampled_from(("head_major", "packed_qkv", "odd_offset", "padded_tokens")),
     dout=st.sampled_from(("strided", "expanded")),
     with_dlse=st.booleans(),
+    mask=_maybe(st.sampled_from(MASKS)),
 ).filter(lambda case: is_possible(dataclasses.asdict(case)))
 
 
@@ -108,6 +113,10 @@ def test_gradient_of_every_bias(axes: str, layout: str, isa: str) -> None:
         {"lengths": (130, 130), "shift": 2**40, "window": (None, 2**62)},
         {"batch": 70, "heads": (1, 1), "lengths": (3, 5), "widths": (8, 8)},
         {"heads": (1, 37), "lengths": (9, 70), "dtype": torch.bfloat16, "causal": True},
+        # More query heads than a task has rows: they share a mask, and are not packed.
+        {"heads": (1, 300), "lengths": (9, 40), "widths": (8, 8), "batch": 1, "mask": "bigbird", "bias": "11mn"},
+        {"heads": (2, 37), "lengths": (9, 70), "layout": "varlen", "mask": "strided", "causal": True},
+        {"lengths": (130, 130), "shift": 2**40, "window": (None, 2**62), "mask": "documents"},
     ],
     ids=str,
 )
@@ -144,6 +153,68 @@ def test_a_small_fault_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatch
         assert_right(Case("fault"), ISAS[0])
 
 
+# ---- block masks
+
+
+@pytest.mark.parametrize(
+    ("block", "group", "num_heads", "expected"),
+    [
+        ((128, 128), 1, 1, ((128, 128), 1)),
+        ((128, 128), 8, 1, ((32, 128), 8)),
+        ((128, 128), 8, 8, ((128, 128), 1)),  # heads with planes of their own
+        ((128, 128), 300, 1, ((128, 128), 1)),  # more heads than rows
+        ((16, 256), 1, 1, ((32, 256), 1)),
+        ((16, 16), 4, 1, ((16, 32), 4)),
+        ((8, 24), 1, 1, ((32, 48), 1)),
+        ((700, 700), 1, 1, ((175, 140), 1)),
+        ((257, 514), 1, 1, ((256, 32), 1)),  # nothing divides them
+        ((1, 1), 2, 1, ((16, 32), 2)),
+        ((2**20, 2**20), 2, 1, ((128, 256), 2)),
+    ],
+    ids=str,
+)
+def test_tiles_of_masks_are_blocks_where_they_can(
+    block: tuple[int, int], group: int, num_heads: int, expected: tuple[tuple[int, int], int]
+) -> None:
+    mask = BlockMask.from_blocks(torch.ones(1, num_heads, 1, 1, dtype=torch.bool), *block, block_size=block)
+    assert lists.tiles_of(mask, group, 256) == expected
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_empty_tiles_are_never_read(layout: str, dtype: torch.dtype, isa: str) -> None:
+    """A number that is not finite would send the call to the loop, which is an error here."""
+    kept = torch.tensor([[1, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]], dtype=torch.bool)
+    mask = BlockMask.from_blocks(kept, 250, block_size=64)
+    query, key, value = (torch.randn(1, 250, 4, 24).to(dtype) for _ in range(3))
+    key[:, 64:128], value[:, 64:128] = float("nan"), float("inf")
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    with Target("native", isa).in_use():
+        if layout == "dense":
+            out = tilestream.block_sparse_attention(*leaves, mask, backend="native")
+        else:
+            starts = torch.tensor([0, 250], dtype=torch.int32)
+            packed = [x[0] for x in leaves]
+            out = tilestream.block_sparse_attention_varlen(*packed, starts, starts, mask, backend="native")[None]
+        gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert all(bool(x.isfinite().all()) for x in (out, *gradients))
+    assert not out[:, 128:192].any()
+    assert not gradients[1][:, 64:128].any()
+    assert out[:, 64:128].any()
+
+
+def test_lists_go_with_their_mask() -> None:
+    mask = BlockMask.from_band(64, causal=True, block_size=16)
+    case = dataclasses.replace(Case("lists").problem("cpu", False), seqlen_q=64, seqlen_k=64, block_mask=mask)
+    found = lists.lists_of(case, 256)
+    assert found is lists.lists_of(case, 256)
+    known = len(lists._PACKED)
+    del mask, case, found
+    gc.collect()
+    assert len(lists._PACKED) == known - 1
+
+
 # ---- the same bits
 
 
@@ -154,6 +225,11 @@ _SUMS = (
     Case("sums_one", lengths=(200, 150), batch=3, bias="1111", window=(70, 3)),
     Case("sums_packed", layout="varlen", lengths=(300, 200), heads=(2, 2), bias="1hmn", sinks="random"),
     Case("sums_packed_keys", layout="varlen", lengths=(150, 300), bias="11m1", causal=True),
+    # Rows of tiles that many threads cut; planes of heads that share a bias; a column's tiles of several heads.
+    Case("sums_blocks", lengths=(300, 280), heads=(2, 4), causal=True, bias="11mn", sinks="random", mask="everything"),
+    Case("sums_planes", lengths=(200, 150), heads=(2, 2), bias="11mn", mask="planes"),
+    Case("sums_batch", lengths=(200, 150), heads=(2, 2), bias="1hmn", mask="planes"),
+    Case("sums_packed_planes", layout="varlen", lengths=(200, 150), heads=(2, 3), bias="bh1n", mask="combined"),
 )
 
 

@@ -53,7 +53,7 @@ def block_sparse_attention(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, shift, deterministic: as
             `attention`.
         backend: as `attention`; ``"cpu"`` (tiled PyTorch operations, on any device) takes every call with a block mask,
-            ``"hopper"`` some.
+            the others those that the README lists.
 
     Returns:
         (batch, seqlen_q, num_heads_q, head_dim_v), contiguous, dtype of `query`. A query that sees no key gives 0 and

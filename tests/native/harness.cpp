@@ -49,7 +49,7 @@ static void score_row(const Problem &p, Row *r) {
   const double *query = p.query.row(r->tb, r->t, r->h), *dout = p.dout.row(r->tb, r->t, r->h);
   for (int64_t j = 0; j < r->num_keys; j++) {
     const int64_t distance = j - (r->i + r->shift);
-    if (distance < -c.left || distance > c.right) continue;
+    if (distance < -c.left || distance > c.right || !p.shows(r->b, r->h, r->i, j)) continue;
     Pair x = {j, 0, 0, 0, 1, 0, 0, 0};
     const double *key = p.key.row(r->tb, r->first_key + j, kv), *value = p.value.row(r->tb, r->first_key + j, kv);
     double size = 0;
@@ -198,6 +198,9 @@ static void describe(const Problem &p, int64_t index, const char *what) {
          c.sinks != nullptr, c.dlse != nullptr);
   const int64_t *s = c.bias_strides, *d = c.dbias_strides;
   if (c.bias) printf("  bias %d, strides %d %d %d %d\n", (int)c.bias_dtype, (int)s[0], (int)s[1], (int)s[2], (int)s[3]);
+  if (const Lists *l = c.lists)
+    printf("  tiles %d x %d, plane strides %d %d, %d heads packed\n", (int)l->tile_m, (int)l->tile_n,
+           (int)l->plane_strides[0], (int)l->plane_strides[1], (int)l->packed_heads);
   if (c.dbias) printf("  dbias, strides %d %d %d %d\n", (int)d[0], (int)d[1], (int)d[2], (int)d[3]);
 }
 static bool check_call(int64_t index) {
@@ -282,8 +285,8 @@ int main(int count, char **arguments) {
     printf("the system does not let this process use the instruction set\n");
     return 77;  // for "skipped"
   }
-  if (tilestream_abi() != (int64_t)sizeof(Call)) {
-    printf("sizeof(Call) differs\n");
+  if (tilestream_abi() != (int64_t)(sizeof(Call) + sizeof(Lists))) {
+    printf("sizeof(Call) or sizeof(Lists) differs\n");
     return 1;
   }
 #ifdef JOIN_OPENMP

@@ -119,8 +119,17 @@ struct Value {  // an exact result, and how far from it the kernel's may be
 enum { OUT, LSE, DELTA, DQ, DK, DV, DBIAS, NUM_RESULTS };
 static const char *const RESULTS[] = {"out", "lse", "delta", "dq", "dk", "dv", "dbias"};
 
+// A block mask: lists as tilestream/block_mask/tiles.py makes them, and the pairs that they show.
+struct Mask {
+  Lists lists = {};
+  std::vector<int32_t> offsets, columns, patterns, order;
+  std::vector<uint32_t> bits;
+  std::vector<char> shown;  // (planes, seqlen_q, seqlen_k)
+};
+
 struct Problem {
   Call call = {};
+  Mask mask;
   Tensor query, key, value, bias, dout, dlse, results[NUM_RESULTS];
   std::vector<int32_t> cu_q, cu_k;
   std::vector<float> alibi, sinks;
@@ -130,6 +139,10 @@ struct Problem {
   bool is_packed() const { return call.cu_seqlens_q; }
   int64_t covered(bool of_keys) const {
     return !is_packed() ? (of_keys ? call.seqlen_k : call.seqlen_q) : (of_keys ? cu_k : cu_q).back();
+  }
+  bool shows(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const int64_t *strides = mask.lists.plane_strides;
+    return !call.lists || mask.shown[(size_t)(((b * strides[0] + h * strides[1]) * call.seqlen_q + i) * call.seqlen_k + j)];
   }
   // The row of a result that starts with element (b, t, h, 0); (0, t, h, 0) where packed. Of dbias: (b, head, i, 0).
   Value *row(int result, int64_t b, int64_t t, int64_t h) {
@@ -285,6 +298,61 @@ static void make_tensors(Problem *p, bool is_packed) {
   for (Tensor *x : {&p->query, &p->dout}) x->fill(p->covered(false), normal);
   for (Tensor *x : {&p->key, &p->value}) x->fill(p->covered(true), normal);
 }
+// One row of tiles: PARTIAL ones first, from left to right. `shown` is that of its first query.
+static void make_tiles(const Call &c, Mask *m, int64_t rows, char *shown) {
+  const int64_t words = (m->lists.tile_n + 31) / 32, kept = 1 + below(4);
+  std::vector<int32_t> full;
+  for (int64_t k0 = 0; k0 < c.seqlen_k; k0 += m->lists.tile_n) {
+    const int64_t width = k0 + m->lists.tile_n < c.seqlen_k ? m->lists.tile_n : c.seqlen_k - k0;
+    if (!one_in(kept)) continue;
+    const bool is_full = one_in(2);
+    if (is_full) full.push_back((int32_t)(k0 / m->lists.tile_n));
+    const size_t first = m->bits.size();
+    const int64_t density = 1 + below(3);  // seldom no pair, or all
+    if (!is_full) {
+      m->columns.push_back((int32_t)(k0 / m->lists.tile_n));
+      m->patterns.push_back((int32_t)((int64_t)first / (m->lists.tile_m * words)));
+      m->bits.resize(first + (size_t)(m->lists.tile_m * words));
+    }
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t j = 0; j < width; j++) {
+        if (!is_full && !one_in(density)) continue;
+        shown[i * c.seqlen_k + k0 + j] = 1;
+        if (!is_full) m->bits[first + (size_t)(i * words + j / 32)] |= 1u << (j % 32);
+      }
+  }
+  m->columns.insert(m->columns.end(), full.begin(), full.end());
+  m->patterns.resize(m->columns.size(), -1);
+  m->offsets.push_back((int32_t)m->columns.size());
+}
+static void make_mask(Problem *p) {
+  static const int TILE_M[] = {3, 16, 32, 64, 128}, TILE_N[] = {32, 36, 64, 128, 256};
+  Call &c = p->call;
+  Mask *m = &p->mask;
+  Lists *lists = &m->lists;
+  const bool by_batch = c.batch > 1 && one_in(3), by_head = one_in(3);
+  lists->packed_heads = by_head || one_in(5) ? 1 : c.num_heads_q / c.num_heads_kv;
+  lists->tile_m = pick(TILE_M), lists->tile_n = pick(TILE_N);
+  const int64_t most = (tilestream_tile_shape(c.dtype, 1) >> 32) / lists->packed_heads;
+  if (lists->tile_m > most) lists->tile_m = most;
+  lists->num_rows = (c.seqlen_q + lists->tile_m - 1) / lists->tile_m;
+  lists->plane_strides[0] = by_batch ? (by_head ? c.num_heads_q : 1) : 0, lists->plane_strides[1] = by_head;
+  const int64_t planes = (by_batch ? c.batch : 1) * (by_head ? c.num_heads_q : 1);
+  m->shown.resize((size_t)(planes * c.seqlen_q * c.seqlen_k));
+  m->offsets.push_back(0);
+  for (int64_t plane = 0; plane < planes; plane++)
+    for (int64_t r = 0; r < lists->num_rows; r++) {
+      const int64_t i = r * lists->tile_m, rows = i + lists->tile_m < c.seqlen_q ? lists->tile_m : c.seqlen_q - i;
+      make_tiles(c, m, rows, m->shown.data() + (plane * c.seqlen_q + i) * c.seqlen_k);
+      m->order.push_back((int32_t)((r + 1) % lists->num_rows));  // whatever the lengths
+    }
+  for (auto *x : {&m->offsets, &m->columns, &m->patterns, &m->order}) x->shrink_to_fit();
+  m->bits.shrink_to_fit();
+  lists->offsets = m->offsets.data(), lists->columns = m->columns.data(), lists->patterns = m->patterns.data();
+  lists->order = m->order.data(), lists->bits = m->bits.data();
+  if (!p->is_packed()) c.left = c.right = NO_LIMIT;  // such lists would hold the band
+  c.lists = lists;
+}
 static void make_problem(Problem *p, int64_t index) {
   random_state = (uint64_t)index * 7919;
   Call &c = p->call;
@@ -312,4 +380,5 @@ static void make_problem(Problem *p, int64_t index) {
     for (float &sink : p->sinks) sink = (float)normal();
     c.sinks = p->sinks.data();
   }
+  if (one_in(3)) make_mask(p);
 }

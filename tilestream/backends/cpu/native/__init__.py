@@ -10,6 +10,8 @@ from torch import Tensor
 from tilestream.backends.cpu import varlen
 from tilestream.backends.cpu.native import library
 from tilestream.backends.cpu.native.call import LARGEST_SHIFT, BackwardTensors, dtype_number, pack
+from tilestream.backends.cpu.native.lists import lists_of, tiles_of
+from tilestream.block_mask.checks import reach
 from tilestream.io.schedule import TileShape
 from tilestream.problem import AttentionInputs, Gradients, Problem, check_cu_seqlens_values
 from tilestream.state import AttentionOutput, finite_or_zero, sink_gradient
@@ -34,8 +36,6 @@ class NativeBackend:
         """None, or why the call cannot run here."""
         if problem.device_type != "cpu":
             return f"it runs on the CPU, not on {problem.device_type}"
-        if problem.block_mask is not None:
-            return "its kernels take no block mask yet"
         if problem.dtype not in _DTYPES:
             return f"dtype {problem.dtype} is served by the PyTorch loop"
         if problem.shift is not None and abs(problem.shift) > LARGEST_SHIFT:
@@ -45,6 +45,9 @@ class NativeBackend:
     def tile_shape(self, problem: Problem) -> TileShape:
         """See `Backend.tile_shape`."""
         rows, block_n = _library().tile_shape(dtype_number(problem.dtype), problem.is_backward)
+        if problem.block_mask is not None:
+            tile, packed_heads = tiles_of(problem.block_mask, problem.group, rows)
+            return TileShape(*tile, packs_group=packed_heads == problem.group, sums_in_memory=True)
         return TileShape(max(1, rows // problem.group), block_n, sums_in_memory=True)
 
     def forward(self, problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
@@ -57,7 +60,7 @@ class NativeBackend:
             out, lse = query.new_empty(shape), query.new_empty(lse_shape, dtype=torch.float32)
         else:
             out, lse = query.new_zeros(shape), query.new_full(lse_shape, float("-inf"), dtype=torch.float32)
-        if _run(_library().forward, pack(problem, ready, out, lse)):
+        if _run(_library().forward, pack(problem, ready, out, lse, _lists_of(problem, is_backward=False))):
             return AttentionOutput(out, lse)
         return varlen.forward(problem, inputs)
 
@@ -90,7 +93,7 @@ class NativeBackend:
             torch.zeros_like(output.lse, memory_format=torch.contiguous_format) if needs_dsinks else None,
         )
         out, lse = _rows_in_place(output.out), output.lse.contiguous()
-        if not _run(_library().backward, pack(problem, ready, out, lse, tensors)):
+        if not _run(_library().backward, pack(problem, ready, out, lse, _lists_of(problem, is_backward=True), tensors)):
             return varlen.backward(problem, inputs, output, dout, dlse, needs_dbias, needs_dsinks)
         dbias = dsinks = None
         if tensors.dbias is not None and inputs.bias is not None:
@@ -104,6 +107,12 @@ def _library() -> library.Library:
     found = library.library()
     assert found is not None  # `supports` was asked
     return found
+
+
+def _lists_of(problem: Problem, is_backward: bool) -> Tensor | None:
+    if problem.block_mask is None:
+        return None
+    return lists_of(problem, _library().tile_shape(dtype_number(problem.dtype), is_backward)[0])
 
 
 def _run(function: Callable[[bytes], int], call: bytes) -> bool:
@@ -120,8 +129,13 @@ def _run(function: Callable[[bytes], int], call: bytes) -> bool:
 
 def _check_offsets(problem: Problem, inputs: AttentionInputs) -> None:
     """Where the public functions could not read them (compiled calls), wrong offsets would be wrong addresses here."""
-    if inputs.is_varlen:
-        check_cu_seqlens_values(inputs, problem.seqlen_q, problem.seqlen_k)
+    if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
+        return
+    check_cu_seqlens_values(inputs, problem.seqlen_q, problem.seqlen_k)
+    if problem.block_mask is not None:
+        lengths = (problem.block_mask.seqlen_q, problem.block_mask.seqlen_k)
+        for pair in zip(inputs.cu_seqlens_q.diff().tolist(), inputs.cu_seqlens_k.diff().tolist(), strict=True):
+            reach(lengths, pair)
 
 
 def _rows_in_place(x: Tensor) -> Tensor:

@@ -8,14 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilestream.backends.cpu.native.lists import LISTS_BYTES
 from tilestream.dropout import keep_threshold
 from tilestream.problem import AttentionInputs, Problem
+from tilestream.spec import Band
 
 __all__ = ["CALL_BYTES", "LARGEST_SHIFT", "BackwardTensors", "dtype_number", "pack"]
 
-# 17 pointers, 10 numbers, 8 x 3 and 2 x 4 strides, 2 + 2 + 3 strides, 5 numbers, 3 floating-point numbers.
-_LAYOUT = struct.Struct("=17q10q24q8q7q5q3d")
-CALL_BYTES = _LAYOUT.size
+# 17 pointers, 10 numbers, 8 x 3 and 2 x 4 strides, 2 + 2 + 3 strides, 5 numbers, 3 floating-point numbers, a pointer.
+_LAYOUT = struct.Struct("=17q10q24q8q7q5q3dq")
+# What libraries say they were made for.
+CALL_BYTES = _LAYOUT.size + LISTS_BYTES
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _NO_LIMIT = 1 << 61
@@ -54,10 +57,12 @@ def pack(
     inputs: AttentionInputs,
     out: Tensor,
     lse: Tensor,
+    lists: Tensor | None = None,
     backward: BackwardTensors = _NOTHING,
 ) -> bytes:
-    """The struct as bytes. Every tensor must live until the library has returned."""
-    spec, band = problem.spec, problem.spec.band
+    """The struct as bytes. Every tensor must live until the library has returned; `lists` are those of a block mask."""
+    spec = problem.spec
+    band = Band() if lists is not None and problem.layout == "dense" else spec.band
     query, key, value, bias, alibi, sinks, seed, cu_seqlens_q, cu_seqlens_k = inputs
     return _LAYOUT.pack(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), _address(bias), _address(alibi), _address(sinks),
@@ -72,7 +77,7 @@ def pack(
         *_slope_strides(alibi), *_head_strides(lse), *_dlse_strides(backward.dlse),
         _limit(band.left), _limit(band.right), problem.shift or 0, 0 if seed is None else int(seed),
         _KEEP_ALL if spec.dropout_p == 0 else keep_threshold(spec.dropout_p),
-        spec.scale, spec.softcap, spec.dropout_p,
+        spec.scale, spec.softcap, spec.dropout_p, _address(lists),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ template <class E> struct Best { typedef Fma<E> Engine; };
 
 EXPORT int tilestream_forward(const Call *call) {
   int status = STATUS_OK;
-  const bool is_decode = extent_of(*call).rows <= DECODE_ROWS;
+  const bool is_decode = !call->lists && extent_of(*call).rows <= DECODE_ROWS;
   WITH_DTYPE(call->dtype, typedef Best<E>::Engine Engine;
              status = is_decode ? forward<DecodeTask<E>>(*call, 1)
                                 : forward<ForwardTask<Engine>>(*call, Engine::BLOCK_PANELS));
@@ -32,7 +32,7 @@ EXPORT void tilestream_join(void *parallel) {
   pool_register();  // before any fork: GNU OpenMP would hang in the child
   gomp_parallel = (GompParallel)parallel;
 }
-EXPORT int64_t tilestream_abi(void) { return (int64_t)sizeof(Call); }
+EXPORT int64_t tilestream_abi(void) { return (int64_t)(sizeof(Call) + sizeof(Lists)); }
 EXPORT int64_t tilestream_usable(void) {
 #if HAS_AMX
   return amx_permission();

@@ -9,23 +9,45 @@
 // On chip    tiles of P and dS for all panels of a task, packed operands: the second-level cache.
 // Numerics   as the forward; P is made from lse rounded to float32.
 // Limits     as the forward.
+// With a block mask a key block is a column of its tiles. A block of keys that is worked on may hold several of those, and
+// their sums are added to one after the other.
 #pragma once
 #include "forward.h"
 
 struct Backward {  // a unit is a (sequence, KV head)
   Plan plan;
   Scoring scoring;
-  int64_t capacity;        // rows that a task has room for: whole panels
-  bool orders_units;       // dbias is shared between units, which then add in their order
+  bool orders_units;       // dbias is shared between units or members, which then add in their order
   int64_t num_key_blocks;  // of the longest sequence
   int64_t num_row_blocks;
+  int64_t key_block;       // keys
+  int64_t num_columns;     // of a block mask's tiles
   int64_t num_slots, slot_keys;  // accumulators of dk and dv: unit u has slot u % num_slots, (slot_keys, padded width)
   float *dk_sum, *dv_sum;
   int32_t *tickets;       // (units, num_key_blocks): tasks that have added
   int32_t *ended;         // (units,): tasks that have ended
   int32_t *stored;        // (units,): 1 when dk and dv are written, and the slot is free
   int32_t *bias_tickets;  // (units, num_row_blocks), of which the first unit of a sharing group is used
+  int32_t *ranks;         // of a block mask's tiles (T,): how many tasks of a unit add to its column before
 };
+
+// Tasks of a unit go through the rows of tiles in one order, member by member where each has a plane of its own. With one
+// plane for all a rank is that of the first member: between two of its rows are all the others.
+static void rank_listed_tiles(Backward *b, int32_t *counts) {
+  const Call &c = *b->plan.call;
+  const Lists &lists = *c.lists;
+  const bool by_head = lists.plane_strides[1] != 0;
+  const int64_t members = by_head ? b->plan.members : 1;
+  for (int64_t batch = 0; batch < (lists.plane_strides[0] ? c.batch : 1); batch++)
+    for (int64_t head = 0; head < (by_head ? c.num_heads_q : 1); head += members) {
+      memset(counts, 0, (size_t)b->num_columns * 4);
+      for (int64_t k = 0; k < lists.num_rows; k++)
+        for (int64_t m = 0; m < members; m++) {
+          const int64_t row = first_list(lists, batch, head + m) + b->plan.block_at(k, lists.num_rows, batch, head + m);
+          for (int64_t e = lists.offsets[row]; e < lists.offsets[row + 1]; e++) b->ranks[e] = counts[lists.columns[e]]++;
+        }
+    }
+}
 
 static AI void wait_for(const int32_t *counter, int32_t value) {
   for (int64_t spin = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != value; spin++) {
@@ -73,7 +95,7 @@ template <class Engine> struct BackwardTask {
   static constexpr int64_t CAPACITY = BACKWARD_N + Engine::OUTER_ROWS, TILE = CAPACITY * NQ;
 
   char *lay_out(char *at) {
-    const int64_t p = b->capacity / NQ, d = c->head_dim, dv = c->head_dim_v;
+    const int64_t p = b->plan.capacity / NQ, d = c->head_dim, dv = c->head_dim_v;
     take(&at, p * (int64_t)sizeof(Panel), &panels);
     take(&at, p * Engine::lanes_bytes(d), &lanes_q);
     take(&at, p * Engine::lanes_bytes(dv), &lanes_dout);
@@ -83,8 +105,8 @@ template <class Engine> struct BackwardTask {
     take(&at, Engine::rows_bytes(BACKWARD_N, dv), &rows_v);
     take(&at, Engine::columns_bytes(BACKWARD_N, d), &columns_k);
     take(&at, Engine::weights_bytes(BACKWARD_N), &weights);
-    take(&at, Engine::outer_weights_bytes(CAPACITY, b->capacity), &outer_p);
-    take(&at, Engine::outer_weights_bytes(CAPACITY, b->capacity), &outer_ds);
+    take(&at, Engine::outer_weights_bytes(CAPACITY, b->plan.capacity), &outer_p);
+    take(&at, Engine::outer_weights_bytes(CAPACITY, b->plan.capacity), &outer_ds);
     take(&at, p * Engine::acc_rows(d) * NQ * 4, &dq_acc);
     take(&at, p * TILE * 4, &p_tiles);
     take(&at, p * TILE * 4, &ds_tiles);
@@ -98,7 +120,7 @@ template <class Engine> struct BackwardTask {
     return lse_index(*c, strides, token_stride, task, panel.i_of(lane), panel.head[lane]);
   }
   bool start() {
-    const int64_t capacity = b->capacity;
+    const int64_t capacity = b->plan.capacity;
     bool is_finite = true;
     num_panels = (task.row_hi - task.row_lo + NQ - 1) / NQ;
     unit = task.sequence.batch * c->num_heads_kv + task.kv_head;
@@ -131,36 +153,47 @@ template <class Engine> struct BackwardTask {
     memset(dq_acc, 0, (size_t)(num_panels * Engine::acc_rows(c->head_dim) * NQ * 4));
     return is_finite;
   }
-  // P and dS of keys [k0, k0 + n) against one panel, and their share of dq.
-  bool fold(int64_t p, int64_t k0, int64_t n) {
+  // P and dS of the pieces against one panel, and their share of dq; `padded`: rows that are read later, 0 from n on.
+  bool fold(int64_t p, const Piece *pieces, const Look *looks, int64_t num, bool is_masked, int64_t padded) {
     const Scoring &s = b->scoring;
     const Panel &panel = panels[p];
+    const int64_t n = pieces[num - 1].at + pieces[num - 1].n;
     float *p_tile = p_tiles + p * TILE, *ds_tile = ds_tiles + p * TILE;
-    const bool is_partial = !is_full(*c, task.sequence, panel.i_lo, panel.i_hi, k0, k0 + n);
-    alignas(64) float unused[NQ];
+    alignas(64) float unused[NQ] = {};
     Engine::scores(rows_k, BACKWARD_N, lanes_q + p * Engine::lanes_bytes(c->head_dim), n, c->head_dim, p_tile, 0);
-    if (!s.is_plain || is_partial)
-      score_tile(*c, s, panel, task.sequence, p_tile, k0, n, is_partial, extra, s.has_softcap ? tanh_tile : 0, unused);
+    if (!s.is_plain || is_masked)
+      for (const Piece *x = pieces; x < pieces + num; x++) {
+        const bool is_partial = !is_full(*c, task.sequence, panel.i_lo, panel.i_hi, x->k0, x->k0 + x->n);
+        const int32_t *shown = looks && looks[x - pieces].is_masked ? looks[x - pieces].shown : 0;
+        score_tile(*c, s, panel, task.sequence, p_tile + x->at * NQ, x->k0, x->n, is_partial, shown, extra,
+                   s.has_softcap ? tanh_tile + x->at * NQ : 0, unused);
+      }
     Engine::scores(rows_v, BACKWARD_N, lanes_dout + p * Engine::lanes_bytes(c->head_dim_v), n, c->head_dim_v, ds_tile, 0);
-    if (s.has_dropout) dropout_tile(*c, s.keep_factor, panel, task.sequence, k0, n, extra);
+    for (const Piece *x = pieces; s.has_dropout && x < pieces + num; x++)
+      dropout_tile(*c, s.keep_factor, panel, task.sequence, x->k0, x->n, extra + x->at * NQ);
     const bool is_finite = gradients<Engine::PRECISE>(p_tile, ds_tile, s.has_dropout ? extra : 0, n,
                                                       s.unit, lse_lanes + p * NQ, delta + p * NQ);
-    if (c->dbias) add_bias_gradient(panel, ds_tile, k0, n);
+    for (const Piece *x = pieces; c->dbias && x < pieces + num; x++)
+      add_bias_gradient(panel, ds_tile + x->at * NQ, x->k0, x->n);
     if (s.has_softcap)
       for (int64_t at = 0; at < n * NQ; at += VW) {
         const vf t = load(tanh_tile + at);
         store(ds_tile + at, load(ds_tile + at) * (splat(1.f) - t * t));
       }
-    const int64_t padded = round_up(n, Engine::OUTER_ROWS);
-    memset(p_tile + n * NQ, 0, (size_t)((padded - n) * NQ * 4));
-    memset(ds_tile + n * NQ, 0, (size_t)((padded - n) * NQ * 4));
-    Engine::pack_outer_weights(p_tile, padded, p, b->capacity, outer_p, outer_plane());
-    Engine::pack_outer_weights(ds_tile, padded, p, b->capacity, outer_ds, outer_plane());
+    fill_up(p, n, padded);
     Engine::accumulate(columns_k, BACKWARD_N, Engine::pack_weights(ds_tile, n, weights), n, c->head_dim,
                        dq_acc + p * Engine::acc_rows(c->head_dim) * NQ, 0);
     return is_finite;
   }
-  int64_t outer_plane() const { return CAPACITY * b->capacity * 2; }  // bytes of one term
+  // Weights of a panel as dk and dv read them: 0 from the n-th on.
+  void fill_up(int64_t p, int64_t n, int64_t padded) {
+    float *p_tile = p_tiles + p * TILE, *ds_tile = ds_tiles + p * TILE;
+    memset(p_tile + n * NQ, 0, (size_t)((padded - n) * NQ * 4));
+    memset(ds_tile + n * NQ, 0, (size_t)((padded - n) * NQ * 4));
+    Engine::pack_outer_weights(p_tile, padded, p, b->plan.capacity, outer_p, outer_plane());
+    Engine::pack_outer_weights(ds_tile, padded, p, b->plan.capacity, outer_ds, outer_plane());
+  }
+  int64_t outer_plane() const { return CAPACITY * b->plan.capacity * 2; }  // bytes of one term
   void add_bias_gradient(const Panel &panel, const float *tile, int64_t k0, int64_t n) {
     const int64_t *strides = c->dbias_strides;
     for (int64_t l = 0; l < panel.n; l++) {
@@ -174,18 +207,20 @@ template <class Engine> struct BackwardTask {
     const Span seen = query_span(*c, task.sequence, k0, min64(k1, task.sequence.num_keys));
     return (int32_t)((seen.hi * b->plan.group - 1) / b->plan.block_rows - task.row_block);
   }
-  void add_to_sums(const int64_t *keys_of, int64_t first, int64_t lo, int64_t n) {
+  // Rows [m, end) of the tiles of panels [first, last), whose row 0 is key `lo`.
+  void add_outer(int64_t first, int64_t last, int64_t m, int64_t end, int64_t lo) {
     const int64_t dk_width = Engine::sum_width(c->head_dim), dv_width = Engine::sum_width(c->head_dim_v);
-    float *dk = dk_sum + lo * dk_width, *dv = dv_sum + lo * dv_width;
+    Engine::outer(p_tiles, TILE, outer_p, outer_plane(), first, last, m, end, outer_dout, b->plan.capacity,
+                  c->head_dim_v, dv_sum + lo * dv_width, dv_width);
+    Engine::outer(ds_tiles, TILE, outer_ds, outer_plane(), first, last, m, end, outer_q, b->plan.capacity,
+                  c->head_dim, dk_sum + lo * dk_width, dk_width);
+  }
+  void add_to_sums(const int64_t *keys_of, int64_t first, int64_t lo, int64_t n) {
     for (int64_t m = 0, end; m < n; m = end) {  // keys that the same panels see: all from the first that sees key m
       while (first < num_panels && keys_of[first] <= m) first++;
       if (first == num_panels) break;
       end = min64(n, round_up(keys_of[first], Engine::OUTER_ROWS));
-      const int64_t last = last_active(keys_of);
-      Engine::outer(p_tiles, TILE, outer_p, outer_plane(), first, last, m, end, outer_dout, b->capacity,
-                    c->head_dim_v, dv, dv_width);
-      Engine::outer(ds_tiles, TILE, outer_ds, outer_plane(), first, last, m, end, outer_q, b->capacity,
-                    c->head_dim, dk, dk_width);
+      add_outer(first, last_active(keys_of), m, end, lo);
     }
   }
   int64_t last_active(const int64_t *keys_of) const {
@@ -195,16 +230,30 @@ template <class Engine> struct BackwardTask {
   }
   bool run() {
     bool is_finite = start();
-    const Span span = key_span(*c, task.sequence, panels[0].i_lo, panels[num_panels - 1].i_hi);
     int32_t *bias_ticket = 0;
     wait_for_slot();
     if (b->orders_units) wait_for(bias_ticket = bias_counter(), bias_rank());
+    is_finite &= c->lists ? run_listed() : run_span();
+    if (bias_ticket) advance(bias_ticket);
+    is_finite &= finish();
+    const int64_t num_tasks = b->plan.blocks_of(task.sequence.num_queries) * b->plan.members;
+    if (__atomic_add_fetch(b->ended + unit, 1, __ATOMIC_ACQ_REL) == num_tasks) {
+      is_finite &= store_sums();
+      advance(b->stored + unit);
+    }
+    return is_finite;
+  }
+  bool adds_in_turn() const { return c->dbias && c->dbias_strides[2] == 0; }  // rows share entries of dbias
+  bool run_span() {
+    bool is_finite = true;
+    const Span span = key_span(*c, task.sequence, panels[0].i_lo, panels[num_panels - 1].i_hi);
     for (int64_t k0 = span.lo - span.lo % BACKWARD_N; k0 < span.hi; k0 += BACKWARD_N) {
       int32_t *ticket = b->tickets + unit * b->num_key_blocks + k0 / BACKWARD_N;
       const int32_t rank = rank_in(k0, k0 + BACKWARD_N);
-      if (c->dbias && c->dbias_strides[2] == 0) wait_for(ticket, rank);
+      if (adds_in_turn()) wait_for(ticket, rank);
       const int64_t lo = max64(k0, span.lo / KEY_UNIT * KEY_UNIT), n = min64(k0 + BACKWARD_N, span.hi) - lo;
-      is_finite &= pack_keys(lo, n);
+      Piece piece = {lo, n, 0, 0, 0, 0, true, true};
+      is_finite &= pack_keys(&piece, 1);
       int64_t keys_of[Engine::BACKWARD_PANELS], first = num_panels;
       for (int64_t p = 0; p < num_panels; p++) {
         const Span seen = key_span(*c, task.sequence, panels[p].i_lo, panels[p].i_hi);
@@ -212,28 +261,74 @@ template <class Engine> struct BackwardTask {
         keys_of[p] = keys > 0 && seen.lo < lo + keys ? keys : 0;
         if (!keys_of[p]) continue;
         if (first == num_panels) first = p;
-        is_finite &= fold(p, lo, keys_of[p]);
+        piece.n = keys;
+        const bool is_masked = !is_full(*c, task.sequence, panels[p].i_lo, panels[p].i_hi, lo, lo + keys);
+        is_finite &= fold(p, &piece, 0, 1, is_masked, round_up(keys, Engine::OUTER_ROWS));
       }
       wait_for(ticket, rank);
       if (rank == 0) clear_sums(k0);
       if (first < num_panels) add_to_sums(keys_of, first, lo, n);
       advance(ticket);
     }
-    if (bias_ticket) advance(bias_ticket);
-    is_finite &= finish();
-    const int64_t num_tasks = b->plan.blocks_of(task.sequence.num_queries);
-    if (__atomic_add_fetch(b->ended + unit, 1, __ATOMIC_ACQ_REL) == num_tasks) {
-      is_finite &= store_sums();
-      advance(b->stored + unit);
+    return is_finite;
+  }
+  static constexpr int64_t MOST = MAX_PIECES<BACKWARD_N>;
+  struct Panels {  // that see something of a piece: [first, last)
+    int64_t first, last;
+  };
+  bool run_listed() {
+    Piece pieces[MOST];
+    Panels active[MOST];
+    Gather gather;
+    gather.start(*c, task, b->plan.group, true);
+    bool is_finite = true;
+    while (const int64_t num = gather.next_block(BACKWARD_N, MOST, pieces)) {
+      for (int64_t x = 0; x < num; x++) {
+        active[x] = {num_panels, 0};
+        if (adds_in_turn()) wait_for(ticket_of(pieces[x]), rank_of(pieces[x]));
+      }
+      is_finite &= fold_block(gather, pieces, num, active);
+      for (int64_t x = 0; x < num; x++) add_piece(pieces[x], active[x]);
     }
     return is_finite;
+  }
+  bool fold_block(const Gather &gather, const Piece *pieces, int64_t num, Panels *active) {
+    Look looks[MOST];
+    const int64_t n = pieces[num - 1].at + pieces[num - 1].n, padded = round_up(n, Engine::OUTER_ROWS);
+    if (n == 0) return true;
+    bool is_finite = pack_keys(pieces, num);
+    for (int64_t p = 0; p < num_panels; p++) {
+      bool is_masked;
+      const int64_t seen = gather.look_at(*c, task.sequence, panels[p], pieces, num, looks, &is_masked);
+      if (seen > 0) is_finite &= fold(p, pieces, looks, seen, is_masked, padded);
+      else fill_up(p, 0, padded);  // it may lie between two that see something
+      for (int64_t x = 0; x < seen; x++)
+        if (looks[x].kind != EMPTY) active[x] = {min64(active[x].first, p), p + 1};
+    }
+    return is_finite;
+  }
+  int32_t *ticket_of(const Piece &piece) const { return b->tickets + unit * b->num_key_blocks + piece.column; }
+  int32_t rank_of(const Piece &piece) const {
+    const int64_t rank = b->ranks[piece.entry];
+    return (int32_t)(c->lists->plane_strides[1] ? rank : rank * b->plan.members + member());
+  }
+  int64_t member() const { return task.first_head / b->plan.group % b->plan.members; }
+  void add_piece(const Piece &piece, const Panels &active) {
+    int32_t *ticket = ticket_of(piece);
+    const int32_t rank = rank_of(piece);
+    wait_for(ticket, rank);
+    if (piece.begins && rank == 0) clear_sums(piece.column * b->key_block);
+    // Pieces are in the order of their keys, so a piece's first key is none of the first `at`.
+    if (active.first < active.last)
+      add_outer(active.first, active.last, piece.at, piece.at + piece.n, piece.k0 - piece.at);
+    if (piece.ends) advance(ticket);
   }
   void wait_for_slot() const {
     for (int64_t u = unit - b->num_slots; u >= 0; u -= b->num_slots)
       if (sequence_of(*c, u / c->num_heads_kv).num_queries > 0) return wait_for(b->stored + u, 1);  // others have no tasks
   }
   void clear_sums(int64_t k0) {
-    const int64_t keys = min64(BACKWARD_N, task.sequence.num_keys - k0);
+    const int64_t keys = min64(b->key_block, task.sequence.num_keys - k0);
     const int64_t dk_width = Engine::sum_width(c->head_dim), dv_width = Engine::sum_width(c->head_dim_v);
     memset(dk_sum + k0 * dk_width, 0, (size_t)(keys * dk_width * 4));
     memset(dv_sum + k0 * dv_width, 0, (size_t)(keys * dv_width * 4));
@@ -243,9 +338,9 @@ template <class Engine> struct BackwardTask {
     const bool is_packed = c->cu_seqlens_k != 0;
     const int64_t size = size_of_dtype(c->dtype);
     FiniteCheck check;
-    for (int64_t k0 = 0; k0 < task.sequence.num_keys; k0 += BACKWARD_N) {
-      const int64_t k1 = min64(k0 + BACKWARD_N, task.sequence.num_keys);
-      if (b->tickets[unit * b->num_key_blocks + k0 / BACKWARD_N] == 0) clear_sums(k0);
+    for (int64_t k0 = 0; k0 < task.sequence.num_keys; k0 += b->key_block) {
+      const int64_t k1 = min64(k0 + b->key_block, task.sequence.num_keys);
+      if (b->tickets[unit * b->num_key_blocks + k0 / b->key_block] == 0) clear_sums(k0);
       for (int64_t j = k0; j < k1; j++) {
         const int64_t batch = task.sequence.batch, token = task.sequence.key_start + j;
         char *dk = c->dk + size * row_offset(c->dk_strides, batch, token, task.kv_head, is_packed);
@@ -258,10 +353,13 @@ template <class Engine> struct BackwardTask {
     }
     return check.is_finite();
   }
-  bool pack_keys(int64_t lo, int64_t n) {
+  bool pack_keys(const Piece *pieces, int64_t num) {
     const char *keys_at[BACKWARD_N], *values_at[BACKWARD_N];
-    key_rows(*c, c->key, c->key_strides, task, lo, n, keys_at);
-    key_rows(*c, c->value, c->value_strides, task, lo, n, values_at);
+    const int64_t n = pieces[num - 1].at + pieces[num - 1].n;
+    for (const Piece *x = pieces; x < pieces + num; x++) {
+      key_rows(*c, c->key, c->key_strides, task, x->k0, x->n, keys_at + x->at);
+      key_rows(*c, c->value, c->value_strides, task, x->k0, x->n, values_at + x->at);
+    }
     bool is_finite = Engine::pack_rows(keys_at, n, BACKWARD_N, c->head_dim, rows_k);
     is_finite &= Engine::pack_rows(values_at, n, BACKWARD_N, c->head_dim_v, rows_v);
     Engine::pack_columns(keys_at, n, BACKWARD_N, c->head_dim, columns_k);
@@ -280,7 +378,7 @@ template <class Engine> struct BackwardTask {
     }
     return is_finite;
   }
-  // Units that share dbias add to a block of its rows in their order.
+  // Units and members that share dbias add to a block of its rows in their order.
   bool shares_batch() const { return c->dbias_strides[0] == 0; }
   bool shares_heads() const { return c->dbias_strides[1] == 0; }
   int32_t *bias_counter() const {
@@ -292,7 +390,7 @@ template <class Engine> struct BackwardTask {
     if (shares_batch())
       for (int64_t s = 0; s < task.sequence.batch; s++)
         if (b->plan.blocks_of(sequence_of(*c, s).num_queries) > task.row_block) rank += shares_heads() ? c->num_heads_kv : 1;
-    return (int32_t)rank;
+    return (int32_t)(rank * b->plan.members + member());
   }
 };
 
@@ -318,17 +416,20 @@ template <class Engine> static int backward_with(Backward *b, Arena *arena) {
   const int64_t dk_floats = b->num_slots * b->slot_keys * Engine::sum_width(c.head_dim);
   const int64_t dv_floats = b->num_slots * b->slot_keys * Engine::sum_width(c.head_dim_v);
   const int64_t counters = units * (b->num_key_blocks + b->num_row_blocks + 2);
-  char *memory = arena->reserve((dk_floats + dv_floats + counters) * 4);
+  const int64_t num_ranks = c.lists ? num_listed(c) : 0;
+  char *memory = arena->reserve((dk_floats + dv_floats + counters + num_ranks + b->num_columns) * 4);
   if (!memory) return STATUS_NO_MEMORY;
   b->dk_sum = (float *)memory, b->dv_sum = b->dk_sum + dk_floats;
   b->tickets = (int32_t *)(b->dv_sum + dv_floats);
   b->bias_tickets = b->tickets + units * b->num_key_blocks;
   b->ended = b->bias_tickets + units * b->num_row_blocks, b->stored = b->ended + units;
   memset(b->tickets, 0, (size_t)counters * 4);
+  b->ranks = b->stored + units;
+  if (c.lists) rank_listed_tiles(b, b->ranks + num_ranks);
   BackwardTask<Engine> measure;
   measure.b = b, measure.c = &c;
   const int64_t scratch_bytes = (int64_t)measure.lay_out(0);
-  const bool shares_rows = c.dbias && c.dbias_strides[1] == 0 && b->capacity < b->plan.group;  // queries are cut after all
+  const bool shares_rows = c.dbias && c.dbias_strides[1] == 0 && b->plan.capacity < b->plan.group;  // queries are cut after all
   const int64_t num_threads = shares_rows ? 1 : threads_for(c, 5);
   if (!pool_run(c.num_threads, num_threads, b->plan.num_tasks, scratch_bytes, backward_work<Engine>, b)) return STATUS_NO_MEMORY;
   return b->plan.not_finite ? STATUS_NOT_FINITE : STATUS_OK;
@@ -336,22 +437,28 @@ template <class Engine> static int backward_with(Backward *b, Arena *arena) {
 
 template <class Engine> static int backward(const Call &c) {
   Backward b = {};
-  b.plan.call = &c;
-  b.plan.group = c.num_heads_q / c.num_heads_kv;
+  b.plan.pack_heads(c);
   b.plan.splits = 1;
   b.plan.units_outside = true;
   b.scoring = scoring_of(c);
-  b.orders_units = c.dbias && c.dbias_strides[2] != 0 && c.dbias_strides[3] != 0 &&
-                   ((c.dbias_strides[0] == 0 && c.batch > 1) || (c.dbias_strides[1] == 0 && c.num_heads_kv > 1));
+  const bool shares_units = (c.dbias_strides[0] == 0 && c.batch > 1) ||
+                            (c.dbias_strides[1] == 0 && c.num_heads_kv * b.plan.members > 1);
+  b.orders_units = c.dbias && c.dbias_strides[2] != 0 && c.dbias_strides[3] != 0 && shares_units;
   const Extent extent = extent_of(c);
   // Fixed by the shape alone, because it fixes the order of sums. Whole queries: tasks that share one would add to the same
   // entries of a bias that all heads share.
   const int64_t num_panels = max64(1, min64(Engine::BACKWARD_PANELS, extent.panels / 16));
-  b.capacity = NQ * num_panels;
-  b.plan.block_rows = b.capacity < b.plan.group ? b.capacity : b.capacity / b.plan.group * b.plan.group;
-  b.num_key_blocks = (extent.keys + Engine::BACKWARD_N - 1) / Engine::BACKWARD_N;
-  b.num_row_blocks = b.plan.blocks_of(extent.rows / b.plan.group);
-  b.num_slots = slots_for(c, c.batch * c.num_heads_kv, b.num_row_blocks), b.slot_keys = extent.keys;
+  b.plan.capacity = NQ * num_panels;
+  b.plan.block_rows = b.plan.capacity < b.plan.group ? b.plan.capacity : b.plan.capacity / b.plan.group * b.plan.group;
+  b.key_block = Engine::BACKWARD_N;
+  if (c.lists) {
+    b.plan.block_rows = c.lists->tile_m * b.plan.group, b.plan.capacity = round_up(b.plan.block_rows, NQ);
+    b.key_block = c.lists->tile_n;
+    for (int64_t e = 0; e < num_listed(c); e++) b.num_columns = max64(b.num_columns, c.lists->columns[e] + 1);
+  }
+  b.num_key_blocks = (extent.keys + b.key_block - 1) / b.key_block;
+  b.num_row_blocks = b.plan.blocks_of(extent.rows / (c.num_heads_q / c.num_heads_kv));
+  b.num_slots = slots_for(c, c.batch * c.num_heads_kv, b.num_row_blocks * b.plan.members), b.slot_keys = extent.keys;
   if (!b.plan.lay_out()) return STATUS_NO_MEMORY;
   Arena own = {};  // where another call has the shared one
   const bool is_shared = pthread_mutex_trylock(&sums.owner) == 0;

@@ -6,6 +6,15 @@
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2, DTYPE_F64 = 3 };
 enum { STATUS_OK = 0, STATUS_NOT_FINITE = 1, STATUS_NO_MEMORY = 2 };
 
+// A block mask as tilestream/block_mask/tiles.py has it (there is what the fields mean), and how a call is cut by it.
+struct Lists {
+  const int32_t *offsets, *columns, *patterns, *order;
+  const uint32_t *bits;
+  int64_t tile_m, tile_n;      // queries, a multiple of 4 keys
+  int64_t num_rows;            // of a plane
+  int64_t plane_strides[2];    // batch, query head
+  int64_t packed_heads;        // query heads whose rows are packed: all of a KV head, or 1
+};
 struct Call {
   // inputs
   const char *query, *key, *value;  // (batch, seqlen, heads, width) or packed (total, heads, width)
@@ -32,13 +41,14 @@ struct Call {
   int64_t left, right, shift;
   int64_t seed, keep_threshold;  // keep_threshold 2^32: no dropout
   double scale, softcap, dropout_p;
+  const Lists *lists;  // of a block mask, or null. Dense: they hold the band too, and left and right are NO_LIMIT.
 };
 #define NO_LIMIT (INT64_C(1) << 61)
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 EXPORT int tilestream_forward(const Call *call);
 EXPORT int tilestream_backward(const Call *call);
-EXPORT int64_t tilestream_abi(void);                                           // sizeof(Call), checked at loading
+EXPORT int64_t tilestream_abi(void);                                           // sizeof(Call) + sizeof(Lists), checked at loading
 EXPORT void tilestream_join(void *gomp_parallel);                              // threads of GNU OpenMP; null: own threads
 EXPORT int64_t tilestream_usable(void);                                        // 1 if this process may run it (AMX needs a permission)
 EXPORT int64_t tilestream_tile_shape(int64_t dtype, int64_t backward);         // block_m << 32 | block_n

@@ -187,7 +187,8 @@ template <class E> struct DecodeTask {
     for (int64_t r = 0; r < rows; r++)
       for (int64_t key = 0; key < n; key++) lanes[key * NQ + r] = tile[r * DECODE_N + key];
     const bool is_partial = !is_full(*c, task.sequence, panel->i_lo, panel->i_hi, k0, k0 + n);
-    score_tile(*c, s, *panel, task.sequence, lanes, k0, n, is_partial, extra, 0, tile_max);
+    for (int64_t l = 0; l < NQ; l++) tile_max[l] = -INFINITY;
+    score_tile(*c, s, *panel, task.sequence, lanes, k0, n, is_partial, 0, extra, 0, tile_max);
     raise_max(state, tile_max, s.factor, subtrahend, alpha);
     exponentials<sizeof(E) == 4>(lanes, n, s.factor, subtrahend, state->row_sum);
     if (s.has_dropout) dropout_tile(*c, 1.f, *panel, task.sequence, k0, n, extra);

@@ -10,8 +10,8 @@
 //            rounded to (bfloat16 on AMX).
 // Limits     finite inputs: what is not finite sets plan.not_finite, and the caller runs another backend.
 #pragma once
+#include "lists.h"
 #include "pool.h"
-#include "score.h"
 
 struct Softmax {  // the running state of one panel
   alignas(64) float row_max[NQ], row_sum[NQ];
@@ -118,7 +118,7 @@ template <class Engine> struct ForwardTask {
 
   // Lays the scratch memory out from `at` on (null: to be measured); returns its end.
   char *lay_out(char *at) {
-    const int64_t p = f->plan.block_rows / NQ, d = c->head_dim, dv = c->head_dim_v, tile_bytes = (BLOCK_N + 8) * NQ * 4;
+    const int64_t p = f->plan.capacity / NQ, d = c->head_dim, dv = c->head_dim_v, tile_bytes = (BLOCK_N + 8) * NQ * 4;
     take(&at, p * (int64_t)sizeof(Panel), &panels);
     take(&at, p * (int64_t)sizeof(Softmax), &states);
     take(&at, p * Engine::lanes_bytes(d), &lanes);
@@ -141,20 +141,30 @@ template <class Engine> struct ForwardTask {
     }
     memset(acc, 0, (size_t)(num_panels * acc_floats * 4));
   }
-  // Keys [k0, k0 + n) against one panel.
-  void fold(int64_t p, int64_t k0, int64_t n) {
+  // One panel's scores of the pieces, which lie in the tile one after the other.
+  void score(int64_t p, const Piece *pieces, const Look *looks, int64_t num, float *tile_max) {
+    for (const Piece *x = pieces; x < pieces + num; x++) {
+      const bool is_partial = !is_full(*c, task.sequence, panels[p].i_lo, panels[p].i_hi, x->k0, x->k0 + x->n);
+      const int32_t *shown = looks && looks[x - pieces].is_masked ? looks[x - pieces].shown : 0;
+      score_tile(*c, f->scoring, panels[p], task.sequence, tile + x->at * NQ, x->k0, x->n, is_partial, shown, extra, 0,
+                 tile_max);
+    }
+  }
+  // Pieces of n keys in all against one panel; `is_masked`: some pair is hidden.
+  void fold(int64_t p, const Piece *pieces, const Look *looks, int64_t num, bool is_masked) {
     const Scoring &s = f->scoring;
-    const bool is_partial = !is_full(*c, task.sequence, panels[p].i_lo, panels[p].i_hi, k0, k0 + n);
+    const int64_t n = pieces[num - 1].at + pieces[num - 1].n;
     alignas(64) float tile_max[NQ], subtrahend[NQ], alpha[NQ];
     for (int64_t l = 0; l < NQ; l++) tile_max[l] = -INFINITY;
-    const bool is_simple = s.is_plain && !is_partial && n % Engine::MAX_UNIT == 0;
+    const bool is_simple = s.is_plain && !is_masked && n % Engine::MAX_UNIT == 0;
     Engine::scores(rows, BLOCK_N, lanes + p * Engine::lanes_bytes(c->head_dim), n, c->head_dim, tile, is_simple ? tile_max : 0);
-    if (!is_simple) score_tile(*c, s, panels[p], task.sequence, tile, k0, n, is_partial, extra, 0, tile_max);
+    if (!is_simple) score(p, pieces, looks, num, tile_max);
     const bool rescales = raise_max(&states[p], tile_max, s.factor, subtrahend, alpha);
     const char *packed;
     if (s.has_dropout) {
       exponentials<true>(tile, n, s.factor, subtrahend, states[p].row_sum);
-      dropout_tile(*c, 1.f, panels[p], task.sequence, k0, n, extra);
+      for (const Piece *x = pieces; x < pieces + num; x++)
+        dropout_tile(*c, 1.f, panels[p], task.sequence, x->k0, x->n, extra + x->at * NQ);
       for (int64_t at = 0; at < n * NQ; at += VW) store(tile + at, load(tile + at) * load(extra + at));
       packed = Engine::pack_weights(tile, n, weights);
     } else {
@@ -162,6 +172,17 @@ template <class Engine> struct ForwardTask {
     }
     Engine::accumulate(columns, BLOCK_N, packed, n, c->head_dim_v,
                        acc + p * acc_floats, rescales ? alpha : 0);
+  }
+  // Packs the keys and values of the pieces, n in all.
+  bool pack(const Piece *pieces, int64_t num) {
+    const char *keys_at[BLOCK_N], *values_at[BLOCK_N];
+    const int64_t n = pieces[num - 1].at + pieces[num - 1].n;
+    for (const Piece *x = pieces; x < pieces + num; x++) {
+      key_rows(*c, c->key, c->key_strides, task, x->k0, x->n, keys_at + x->at);
+      key_rows(*c, c->value, c->value_strides, task, x->k0, x->n, values_at + x->at);
+    }
+    Engine::pack_rows(keys_at, n, BLOCK_N, c->head_dim, rows);
+    return Engine::pack_columns(values_at, n, BLOCK_N, c->head_dim_v, columns);
   }
   bool run() {
     Engine::begin();
@@ -171,22 +192,42 @@ template <class Engine> struct ForwardTask {
   }
   bool run_between() {
     start();
+    const bool is_finite = c->lists ? run_listed() : run_span();
+    return is_finite & finish();
+  }
+  bool run_span() {
     const Span span = task_keys(*c, f->plan, task, panels[0].i_lo, panels[num_panels - 1].i_hi, BLOCK_N);
     bool is_finite = true;
     for (int64_t k0 = span.lo - span.lo % BLOCK_N; k0 < span.hi; k0 += BLOCK_N) {
       const int64_t lo = max64(k0, span.lo / KEY_UNIT * KEY_UNIT), n = min64(k0 + BLOCK_N, span.hi) - lo;
-      const char *keys_at[BLOCK_N], *values_at[BLOCK_N];
-      key_rows(*c, c->key, c->key_strides, task, lo, n, keys_at);
-      key_rows(*c, c->value, c->value_strides, task, lo, n, values_at);
-      Engine::pack_rows(keys_at, n, BLOCK_N, c->head_dim, rows);
-      is_finite &= Engine::pack_columns(values_at, n, BLOCK_N, c->head_dim_v, columns);
+      Piece piece = {lo, n, 0, 0, 0, 0, true, true};
+      is_finite &= pack(&piece, 1);
       for (int64_t p = 0; p < num_panels; p++) {
         const Span seen = key_span(*c, task.sequence, panels[p].i_lo, panels[p].i_hi);
-        const int64_t keys = min64(lo + n, seen.hi) - lo;
-        if (keys > 0 && seen.lo < lo + keys) fold(p, lo, keys);
+        piece.n = min64(lo + n, seen.hi) - lo;
+        if (piece.n > 0 && seen.lo < lo + piece.n)
+          fold(p, &piece, 0, 1, !is_full(*c, task.sequence, panels[p].i_lo, panels[p].i_hi, lo, lo + piece.n));
       }
     }
-    return is_finite & finish();
+    return is_finite;
+  }
+  bool run_listed() {
+    static constexpr int64_t MOST = MAX_PIECES<BLOCK_N>;
+    Piece pieces[MOST];
+    Look looks[MOST];
+    Gather gather;
+    gather.start(*c, task, f->plan.group, false);
+    bool is_finite = true;
+    while (const int64_t num = gather.next_block(BLOCK_N, MOST, pieces)) {
+      if (pieces[num - 1].at + pieces[num - 1].n == 0) continue;
+      is_finite &= pack(pieces, num);
+      for (int64_t p = 0; p < num_panels; p++) {
+        bool is_masked;
+        const int64_t seen = gather.look_at(*c, task.sequence, panels[p], pieces, num, looks, &is_masked);
+        if (seen > 0) fold(p, pieces, looks, seen, is_masked);
+      }
+    }
+    return is_finite;
   }
   // out = acc / row_sum and lse, or the state as it is where the keys are split.
   bool finish() {
@@ -218,6 +259,7 @@ template <class Worker> static void forward_work(void *context, int64_t index, c
   Forward *f = (Forward *)context;
   Worker t;
   t.f = f, t.c = f->plan.call, t.task = f->plan.task(index);
+  if (t.task.row_lo >= t.task.row_hi) return;
   t.lay_out(scratch);
   if (!t.run()) __atomic_store_n(&f->plan.not_finite, 1, __ATOMIC_RELAXED);
 }
@@ -230,7 +272,7 @@ static void merge_work(void *context, int64_t index, char *) {
   Task t = f->plan.task(index * f->plan.splits);
   t.split = 0;
   for (int64_t row = t.row_lo; row < t.row_hi; row++) {
-    const int64_t width = c.head_dim_v + 2, i = row / f->plan.group, head = t.kv_head * f->plan.group + row % f->plan.group;
+    const int64_t width = c.head_dim_v + 2, i = row / f->plan.group, head = t.first_head + row % f->plan.group;
     float *parts = part_of(*f, t, i, head), top = -INFINITY, sum = 0;
     for (int64_t s = 0; s < f->plan.splits; s++) top = fmaxf(top, parts[s * width]);
     float *acc = parts + 2;  // of the first split, which becomes the sum
@@ -250,24 +292,33 @@ static void merge_work(void *context, int64_t index, char *) {
 
 // Threads that have a million operations or more each; waking one takes about as long.
 static int64_t threads_for(const Call &c, int64_t products_halved) {
-  const double pairs = (double)c.num_heads_q * c.seqlen_k * (c.cu_seqlens_q ? c.cu_seqlens_q[c.batch] : c.batch * c.seqlen_q);
+  double pairs = (double)c.num_heads_q * c.seqlen_k * (c.cu_seqlens_q ? c.cu_seqlens_q[c.batch] : c.batch * c.seqlen_q);
+  if (c.lists) pairs *= kept_fraction(c);
   const double operations = pairs * (double)(c.head_dim + c.head_dim_v) * (double)products_halved;
   return (int64_t)fmin((double)c.num_threads, 1. + operations * 1e-6);
 }
 
 template <class Worker> static int forward(const Call &c, int64_t block_panels) {
   Forward f = {};
-  f.plan.call = &c;
-  f.plan.group = c.num_heads_q / c.num_heads_kv;
+  f.plan.pack_heads(c);
   f.scoring = scoring_of(c);
   const Extent extent = extent_of(c);
   // As many panels to a task as leave four tasks per thread, or one where all are alike; how many never changes a bit of
   // the result.
   const int64_t per_thread = extent.panels / max64(1, c.num_threads);
-  const bool are_alike = c.left >= NO_LIMIT && c.right >= NO_LIMIT;
+  const bool are_alike = c.left >= NO_LIMIT && c.right >= NO_LIMIT && !c.lists;
   const int64_t wanted = are_alike ? max64(per_thread / 4, min64(per_thread, 4)) : per_thread / 4;
   f.plan.block_rows = NQ * min64(block_panels, max64(1, min64(wanted, (extent.rows + NQ - 1) / NQ)));
   f.plan.splits = max64(1, min64(64 / max64(1, extent.panels), extent.keys / 512));
+  if (c.lists) {
+    const int64_t rows = c.lists->tile_m * f.plan.group;
+    f.plan.splits = 1, f.plan.capacity = round_up(rows, NQ);
+    int64_t parts = 1;
+    while (rows % (2 * parts * NQ) == 0 && rows / parts > f.plan.block_rows) parts *= 2;
+    f.plan.block_rows = rows / parts;
+  } else {
+    f.plan.capacity = f.plan.block_rows;
+  }
   if (!f.plan.lay_out()) return STATUS_NO_MEMORY;
   if (f.plan.splits > 1) {
     const int64_t tokens = c.cu_seqlens_q ? c.cu_seqlens_q[c.batch] : c.batch * c.seqlen_q;

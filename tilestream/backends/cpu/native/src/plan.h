@@ -4,7 +4,7 @@
 #include "call.h"
 #include "simd.h"
 
-// Rows of a task are the query rows of one KV head: row r is query r / group of query head kv_head * group + r % group.
+// Rows of a task are the query rows of one KV head: row r is query r / group of query head first_head + r % group.
 struct Sequence {
   int64_t batch, query_start, key_start, num_queries, num_keys, shift;
 };
@@ -38,25 +38,49 @@ static AI bool is_full(const Call &c, const Sequence &s, int64_t i_lo, int64_t i
          (c.left >= NO_LIMIT || j_lo - (i_hi - 1 + s.shift) >= -c.left);
 }
 
+// The first row of tiles of a plane.
+static AI int64_t first_list(const Lists &lists, int64_t batch, int64_t head) {
+  return (batch * lists.plane_strides[0] + head * lists.plane_strides[1]) * lists.num_rows;
+}
+
 // Tasks: (sequence, block of rows, KV head, split of the keys), late rows first, because those are the long ones under a
-// causal band. `first` holds each sequence's first task.
+// causal band; with a block mask those with most tiles. `first` holds each sequence's first task.
 struct Task {
   Sequence sequence;
-  int64_t kv_head, row_lo, row_hi, row_block, split;
+  int64_t kv_head, first_head, row_lo, row_hi, row_block, split;
 };
 struct Plan {
   const Call *call;
   int64_t group, block_rows, splits, num_tasks;
+  int64_t capacity;  // rows that a task has room for: whole panels
+  int64_t members;  // parts of a KV head's query heads, each with tasks of its own; `group` is of one part
   int64_t *first;  // (batch + 1,); null where all sequences are alike
   bool units_outside;  // tasks of one (sequence, KV head) are neighbours, rather than those of one block of rows
   int not_finite;      // set by any task
 
-  int64_t blocks_of(int64_t num_queries) const { return (num_queries * group + block_rows - 1) / block_rows; }
+  void pack_heads(const Call &c) {
+    const int64_t all = c.num_heads_q / c.num_heads_kv;
+    call = &c, group = c.lists ? c.lists->packed_heads : all, members = all / group;
+  }
+  // With a block mask a block lies within one row of its tiles, so the last ones may hold no row.
+  int64_t blocks_of(int64_t num_queries) const {
+    if (call->lists) return (num_queries + call->lists->tile_m - 1) / call->lists->tile_m * parts();
+    return (num_queries * group + block_rows - 1) / block_rows;
+  }
+  int64_t parts() const { return call->lists->tile_m * group / block_rows; }  // blocks of a row of tiles
+  // The k-th block of rows: late ones first, or those with most tiles. In a backward all members of a unit, and packed
+  // sequences of all lengths, have one order (rank_listed_tiles).
+  int64_t block_at(int64_t k, int64_t blocks, int64_t batch, int64_t head) const {
+    const Lists *lists = call->lists;
+    if (lists && !first && !(units_outside && lists->plane_strides[1]))
+      return lists->order[first_list(*lists, batch, head) + k / parts()] * parts() + k % parts();
+    return lists && units_outside ? k : blocks - 1 - k;
+  }
   bool lay_out() {
     const Call &c = *call;
     first = 0;
     if (!c.cu_seqlens_q) {
-      num_tasks = c.batch * blocks_of(c.seqlen_q) * c.num_heads_kv * splits;
+      num_tasks = c.batch * blocks_of(c.seqlen_q) * c.num_heads_kv * members * splits;
       return true;
     }
     first = (int64_t *)malloc((size_t)(c.batch + 1) * sizeof(int64_t));
@@ -64,7 +88,7 @@ struct Plan {
     num_tasks = 0;
     for (int64_t b = 0; b < c.batch; b++) {
       first[b] = num_tasks;
-      num_tasks += blocks_of(c.cu_seqlens_q[b + 1] - c.cu_seqlens_q[b]) * c.num_heads_kv * splits;
+      num_tasks += blocks_of(c.cu_seqlens_q[b + 1] - c.cu_seqlens_q[b]) * c.num_heads_kv * members * splits;
     }
     first[c.batch] = num_tasks;
     return true;
@@ -72,32 +96,32 @@ struct Plan {
   Task task(int64_t index) const {
     const Call &c = *call;
     Task t;
-    int64_t blocks, b;
-    if (!first) {  // dense: blocks outermost, so that neighbours in time belong to different heads
-      blocks = blocks_of(c.seqlen_q);
-      t.split = index % splits;
-      index /= splits;
-      const int64_t units = c.batch * c.num_heads_kv;
-      const int64_t unit = units_outside ? index / blocks : index % units;
-      index = units_outside ? index % blocks : index / units;
-      t.kv_head = unit % c.num_heads_kv;
-      b = unit / c.num_heads_kv;
-    } else {
-      int64_t lo = 0, hi = c.batch;  // the last sequence whose first task is <= index; it has tasks
-      while (hi - lo > 1) {
-        const int64_t mid = (lo + hi) / 2;
-        if (first[mid] <= index) lo = mid; else hi = mid;
+    int64_t b = 0, num_queries = c.seqlen_q;
+    if (first) {
+      int64_t hi = c.batch;  // the last sequence whose first task is <= index; it has tasks
+      while (hi - b > 1) {
+        const int64_t mid = (b + hi) / 2;
+        if (first[mid] <= index) b = mid; else hi = mid;
       }
-      b = lo;
       index -= first[b];
-      blocks = blocks_of(c.cu_seqlens_q[b + 1] - c.cu_seqlens_q[b]);
-      t.split = index % splits;
-      index /= splits;
-      t.kv_head = units_outside ? index / blocks : index % c.num_heads_kv;
-      index = units_outside ? index % blocks : index / c.num_heads_kv;
+      num_queries = c.cu_seqlens_q[b + 1] - c.cu_seqlens_q[b];
     }
+    const int64_t blocks = blocks_of(num_queries);
+    t.split = index % splits;
+    index /= splits;
+    int64_t unit, member;  // a unit is a KV head, of all batch entries where sequences are alike
+    if (units_outside) {
+      unit = index / (blocks * members), index %= blocks * members;
+      member = index % members, index /= members;
+    } else {  // blocks outermost, so that neighbours in time belong to different heads
+      const int64_t parts_of_heads = (first ? 1 : c.batch) * c.num_heads_kv * members;
+      unit = index % parts_of_heads / members, member = index % members, index /= parts_of_heads;
+    }
+    if (!first) b = unit / c.num_heads_kv;
+    t.kv_head = unit % c.num_heads_kv;
+    t.first_head = (t.kv_head * members + member) * group;
     t.sequence = sequence_of(c, b);
-    t.row_block = blocks - 1 - index;
+    t.row_block = block_at(index, blocks, b, t.first_head);
     t.row_lo = t.row_block * block_rows;
     t.row_hi = min64(t.row_lo + block_rows, t.sequence.num_queries * group);
     return t;

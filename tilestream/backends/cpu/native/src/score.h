@@ -51,7 +51,7 @@ static void panel_of(const Call &c, const Task &t, int64_t group, int64_t row_lo
   p->i_hi = (row_lo + p->n - 1) / group + 1;
   int64_t i = p->i_lo, member = row_lo % group;  // counted on, because divisions would take as long as a short call
   for (int64_t l = 0; l < NQ; l++) {
-    const int64_t head = t.kv_head * group + member;
+    const int64_t head = t.first_head + member;
     p->i_offset[l] = (int32_t)(i - p->i_lo);
     p->head[l] = (uint32_t)head;
     p->query_rows[l] = query_row(c, c.query, c.query_strides, t, i, head);
@@ -79,10 +79,11 @@ template <class E> static void load_bias(const Call &c, const Panel &p, int64_t 
     }
 }
 
-// The tile's raw dot products become scores, in place, and `row_max` (NQ,) their maxima. `bias` is scratch of the tile's
-// size, `tanh_tile` (or null) keeps tanh for the backward.
+// The tile's raw dot products become scores, in place, and raise `row_max` (NQ,). `bias` is scratch of the tile's size,
+// `tanh_tile` (or null) keeps tanh for the backward. The band hides pairs if `is_partial`, and so do bits that are 0: bit
+// `key` of shown[lane] (or null), which has up to 32 keys.
 static void score_tile(const Call &c, const Scoring &s, const Panel &p, const Sequence &q, float *tile, int64_t k0,
-                       int64_t n, bool is_partial, float *bias, float *tanh_tile, float *row_max) {
+                       int64_t n, bool is_partial, const int32_t *shown, float *bias, float *tanh_tile, float *row_max) {
   if (c.bias) {
     switch (c.bias_dtype) {
       case DTYPE_F32: load_bias<f32>(c, p, k0, n, bias); break;
@@ -95,7 +96,8 @@ static void score_tile(const Call &c, const Scoring &s, const Panel &p, const Se
   for (int64_t j = 0; j < NV; j++) {
     const vi i_offset = *(const vi *)(p.i_offset + j * VW);
     const vf slope = c.alibi ? *(const vf *)(p.slope + j * VW) : (vf){};
-    vf top = splat(-INFINITY);
+    const vi bits = shown ? *(const vi *)(shown + j * VW) : (vi){};
+    vf top = load(row_max + j * VW);
     for (int64_t key = 0; key < n; key++) {
       float *at = tile + key * NQ + j * VW;
       vf x = load(at);
@@ -119,6 +121,7 @@ static void score_tile(const Call &c, const Scoring &s, const Panel &p, const Se
         const int32_t hi = (int32_t)max64(-far, min64(far, distance + c.left));
         x = select((vi)(i_offset < splat_int(lo)) | (vi)(i_offset > splat_int(hi)), splat(-INFINITY), x);
       }
+      if (shown) x = select(bits << splat_int(31 - (int32_t)key) >> splat_int(31), x, splat(-INFINITY));
       store(at, x);
       top = maximum(top, x);
     }
