@@ -69,18 +69,18 @@ class Tensors(NamedTuple):
     k_parts: Tensor | None = None
     v_parts: Tensor | None = None
     dout_parts: Tensor | None = None
-    # Of a block mask (`block_lists.Lists`), by rows and by keys.
+    # Of a block mask, for the exact kernels of the backend hopper (`hopper.block_lists.Lists`).
+    list_rows: Tensor | None = None
+    list_starts: Tensor | None = None
+    list_patterns: Tensor | None = None
+    list_bits: Tensor | None = None
+    # Of a block mask (`block_lists.Lists`), by rows and by keys; the last ones.
     row_spans: Tensor | None = None
     row_tiles: Tensor | None = None
     row_bits: Tensor | None = None
     key_spans: Tensor | None = None
     key_tiles: Tensor | None = None
     key_bits: Tensor | None = None
-    # Of a block mask, for the exact kernels of the backend hopper (`hopper.block_lists.Lists`).
-    list_rows: Tensor | None = None
-    list_starts: Tensor | None = None
-    list_patterns: Tensor | None = None
-    list_bits: Tensor | None = None
 
 
 class Numbers(NamedTuple):
