@@ -23,6 +23,8 @@ from tilestream import BlockMask
 from tilestream.backends.cpu import native
 from tilestream.backends.cpu.native import lists
 from tilestream.dropout import keep_mask
+from tilestream.io.schedule import TileShape, schedule_cost
+from tilestream.problem import Problem
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -202,6 +204,21 @@ def test_empty_tiles_are_never_read(layout: str, dtype: torch.dtype, isa: str) -
     assert not out[:, 128:192].any()
     assert not gradients[1][:, 64:128].any()
     assert out[:, 64:128].any()
+
+
+@needs_native
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_modelled_tiles_are_those_of_the_lists(is_backward: bool) -> None:
+    mask = BlockMask.butterfly(512, block_size=64)
+    problem = Problem.dense(seqlen_q=512, num_heads_q=4, num_heads_kv=2, head_dim=64, is_backward=is_backward)
+    shape = native.BACKEND.tile_shape(dataclasses.replace(problem, block_mask=mask))
+    assert shape == TileShape(64, 64, sums_in_memory=True)
+    masked, dense = (
+        schedule_cost(dataclasses.replace(problem, block_mask=x), shape, is_backward).tensors["k"] for x in (mask, None)
+    )
+    assert masked.read_bytes == mask.density * dense.read_bytes
+    planes = BlockMask.from_blocks(torch.ones(1, 4, 8, 8, dtype=torch.bool), 512, block_size=64)
+    assert not native.BACKEND.tile_shape(dataclasses.replace(problem, block_mask=planes)).packs_group
 
 
 def test_lists_go_with_their_mask() -> None:

@@ -7,20 +7,20 @@
 #include "score.h"
 
 struct Piece {
-  int64_t k0, n, at;  // keys [k0, k0 + n) are rows [at, at + n) of the block; k0 is a multiple of 4
-  const uint32_t *bits;  // of these keys: the word of the tile's first query; null: no pair is hidden by the mask
+  int64_t k0, n, at;      // keys [k0, k0 + n) are rows [at, at + n) of the block; k0 is a multiple of 4
+  const uint32_t *bits;   // of these keys: the word of the tile's first query; null: no pair is hidden by the mask
   int64_t entry, column;  // of the lists
-  bool begins, ends;  // the first, the last piece of its tile
+  bool begins, ends;      // the first, the last piece of its tile
 };
 static constexpr int64_t WORD = 32;
-// Tiles of 32 keys or more have no more, where they are whole; with more than fit a block is not filled.
+// What a block has room for. Tiles of 32 keys or more have no more pieces, unless a band hides them.
 template <int CAPACITY> static constexpr int MAX_PIECES = CAPACITY / 16 + 4;
 
 // What a panel sees of a piece.
 enum Kind { EMPTY, PARTIAL, FULL };
 struct Look {
   Kind kind;
-  bool is_masked;                   // by bits: bit k of shown[lane] says whether that row sees key k of the piece
+  bool is_masked;  // by bits: bit k of shown[lane] says whether that row sees key k of the piece
   alignas(64) int32_t shown[NQ];
 };
 

@@ -52,9 +52,9 @@ struct Task {
 struct Plan {
   const Call *call;
   int64_t group, block_rows, splits, num_tasks;
-  int64_t capacity;  // rows that a task has room for: whole panels
-  int64_t members;  // parts of a KV head's query heads, each with tasks of its own; `group` is of one part
-  int64_t *first;  // (batch + 1,); null where all sequences are alike
+  int64_t capacity;    // rows that a task has room for: whole panels
+  int64_t members;     // parts of a KV head's query heads, each with tasks of its own; `group` is of one part
+  int64_t *first;      // (batch + 1,); null where all sequences are alike
   bool units_outside;  // tasks of one (sequence, KV head) are neighbours, rather than those of one block of rows
   int not_finite;      // set by any task
 
