@@ -412,3 +412,22 @@ def test_it_takes_a_cpu_only_where_it_is_interpreted() -> None:
     if is_ready():
         with interpreting():
             assert supports(problem) is None
+
+
+# ---- rows in memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_rows_that_lie_askew_are_copied_and_others_are_not(dtype: torch.dtype) -> None:
+    from tilestream.backends.triton.call import rows_in_place
+
+    buffer = torch.randn(2, 7, 3, 64).to(dtype)
+    aligned = (buffer, buffer[..., 16:56], buffer[:, 1:4, ::2], buffer[:, :, :1].expand(2, 7, 5, 64), buffer[..., :5])
+    for x in aligned:
+        assert rows_in_place(x) is x
+    askew = (buffer[..., 1:41], buffer.flatten()[1:-63].view(-1, 64), torch.randn(2, 7, 3, 45).to(dtype)[..., :40])
+    for x in (*askew, buffer.transpose(1, 3)[..., :8, :]):
+        copy = rows_in_place(x)
+        assert torch.equal(copy, x)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tilestream.bench import bars, gpu_bars
 from tilestream.bench.bars import MISSING, Bar, Verdict, distinct, number
+from tilestream.bench.block_masks import band_of
 from tilestream.bench.gpu_bars import reasons, shown
 from tilestream.bench.gpu_cells import DENSE, PEERS, Cell, Part
 from tilestream.bench.measure import Line
@@ -92,9 +93,13 @@ def _speed_over(peer: str) -> Callable[[Line], float | None]:
 
 
 def over_proportion(line: Line) -> float | None:
-    """Our time over that of our own dense call times the kept fraction of blocks; 1 is proportional."""
+    """Our time over that of our own dense call times the kept fraction of blocks; 1 is proportional.
+
+    None where the dense call leaves out what the mask does.
+    """
     speed = _speed_over(DENSE)(line)
-    return None if speed is None else 1 / (speed * float(line["kept_fraction"]))
+    is_band, _ = band_of(line["config"]["mask"], line["config"]["mask_block"])
+    return None if speed is None or is_band else 1 / (speed * float(line["kept_fraction"]))
 
 
 def bars_table(lines: Sequence[Line]) -> Table:

@@ -267,8 +267,19 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def rows_in_place(x: Tensor) -> Tensor:
-    """A tensor whose rows have their elements side by side."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """A tensor whose rows have their elements side by side, and can be read 16 bytes at a time if their width allows.
+
+    Rows that lie elsewhere are copied, once, instead of read element by element by every tile that needs them. Nor are
+    kernels that do so to be trusted: see docs/measured-facts.md.
+    """
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        return x.contiguous()
+    size = x.element_size()
+    if x.shape[-1] * size % _BYTES_AT_ONCE:
+        return x
+    if x.data_ptr() % _BYTES_AT_ONCE == 0 and not any([step * size % _BYTES_AT_ONCE for step in x.stride()[:-1]]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def layout_of(problem: Problem, given: tuple[tuple[int, ...], ...], are_aligned: bool) -> tuple[int, dict[str, Any]]:
