@@ -17,7 +17,7 @@ import torch
 from cases import Case
 from inputs import LARGE, CaseInputs, make_inputs
 from interpreter import LARGE_TILES, SMALL_TILES, Tiles, interpreting, is_ready
-from tolerance import faults
+from tolerance import faults, same_bits
 
 from tilestream import dispatch
 from tilestream.backends import hopper
@@ -30,6 +30,8 @@ __all__ = [
     "ISAS",
     "TARGETS",
     "Target",
+    "assert_hopper_forward",
+    "assert_hopper_gradients",
     "assert_right",
     "each_isa",
     "needs_native",
@@ -115,3 +117,28 @@ def assert_right(case: Case, isa: str) -> None:
         result, gradients = inputs.run("native")
     found = faults(inputs, result, gradients)
     assert not found, "\n".join([*found, isa, str(case)])
+
+
+def assert_hopper_forward(case: Case, is_finite: bool, device: torch.device) -> None:
+    """The Hopper kernels do the forward right, and again the same bits; what no query sees is finite or NaN."""
+    inputs = make_inputs(case, device, **({"unseen": LARGE} if is_finite else {}))
+    before = inputs.fingerprint()
+    with Target("hopper").in_use():
+        result, again = inputs.forward("hopper"), inputs.forward("hopper")
+    for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
+        assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
+    assert all(map(same_bits, result, again)), f"two runs differ: {case}"
+    found = faults(inputs, result, {})
+    assert not found, "\n".join([*found, str(case)])
+
+
+def assert_hopper_gradients(case: Case, is_finite: bool, device: torch.device) -> None:
+    """The Hopper kernels do forward and backward right; their sums of dq have no fixed order."""
+    inputs = make_inputs(case, device, **({"unseen": LARGE} if is_finite else {}))
+    before = inputs.fingerprint()
+    with Target("hopper").in_use():
+        result, gradients = inputs.run("hopper")
+    for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
+        assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
+    found = faults(inputs, result, gradients)
+    assert not found, "\n".join([*found, str(case)])

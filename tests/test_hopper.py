@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FEATURES, Case, pairwise
-from inputs import LARGE, make_inputs
-from targets import HAS_HOPPER, Target
-from tolerance import faults, same_bits
+from targets import HAS_HOPPER, Target, assert_hopper_forward
 
 from tilestream.backends import hopper
 
@@ -48,12 +46,4 @@ def test_cases_are_served() -> None:
 @pytest.mark.parametrize("is_finite", [True, False], ids=["finite", "nan"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward(case: Case, is_finite: bool, device: torch.device) -> None:
-    inputs = make_inputs(case, device, **({"unseen": LARGE} if is_finite else {}))
-    before = inputs.fingerprint()
-    with Target("hopper").in_use():
-        result, again = inputs.forward("hopper"), inputs.forward("hopper")
-    for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
-        assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
-    assert all(map(same_bits, result, again)), f"two runs differ: {case}"
-    found = faults(inputs, result, {})
-    assert not found, "\n".join([*found, str(case)])
+    assert_hopper_forward(case, is_finite, device)

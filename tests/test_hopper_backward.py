@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FEATURES, Case, pairwise
-from inputs import LARGE, make_inputs
-from targets import HAS_HOPPER, Target
-from tolerance import faults
+from targets import HAS_HOPPER, Target, assert_hopper_gradients
 
 import tilestream
 from tilestream.backends import hopper
@@ -41,14 +39,7 @@ def test_cases_are_served() -> None:
 @pytest.mark.parametrize("is_finite", [True, False], ids=["finite", "nan"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_backward(case: Case, is_finite: bool, device: torch.device) -> None:
-    inputs = make_inputs(case, device, **({"unseen": LARGE} if is_finite else {}))
-    before = inputs.fingerprint()
-    with Target("hopper").in_use():
-        result, gradients = inputs.run("hopper")
-    for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
-        assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
-    found = faults(inputs, result, gradients)
-    assert not found, "\n".join([*found, str(case)])
+    assert_hopper_gradients(case, is_finite, device)
 
 
 @pytest.mark.gpu

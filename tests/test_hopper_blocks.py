@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from cases import FEATURES, Case, pairwise
-from inputs import LARGE, make_inputs
 from masks import MASKS, mask_of
-from targets import HAS_HOPPER, Target
-from tolerance import faults, same_bits
+from targets import HAS_HOPPER, Target, assert_hopper_forward, assert_hopper_gradients
 
 import tilestream
 from tilestream import BlockMask
@@ -178,15 +176,7 @@ def test_cases_are_served() -> None:
 @pytest.mark.parametrize("is_finite", [True, False], ids=["finite", "nan"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward(case: Case, is_finite: bool, device: torch.device) -> None:
-    inputs = make_inputs(case, device, **({"unseen": LARGE} if is_finite else {}))
-    before = inputs.fingerprint()
-    with Target("hopper").in_use():
-        result, again = inputs.forward("hopper"), inputs.forward("hopper")
-    for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
-        assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
-    assert all(map(same_bits, result, again)), f"two runs differ: {case}"
-    found = faults(inputs, result, {})
-    assert not found, "\n".join([*found, str(case)])
+    assert_hopper_forward(case, is_finite, device)
 
 
 _BACKWARD_FEATURES = {
@@ -208,14 +198,7 @@ def test_backward_cases_are_served() -> None:
 @pytest.mark.parametrize("is_finite", [True, False], ids=["finite", "nan"])
 @pytest.mark.parametrize("case", BACKWARD_CASES, ids=lambda case: case.id)
 def test_backward(case: Case, is_finite: bool, device: torch.device) -> None:
-    inputs = make_inputs(case, device, **({"unseen": LARGE} if is_finite else {}))
-    before = inputs.fingerprint()
-    with Target("hopper").in_use():
-        result, gradients = inputs.run("hopper")
-    for tensor, fingerprint in zip(inputs.fingerprint(), before, strict=True):
-        assert torch.equal(tensor, fingerprint), f"an input was written to: {case}"
-    found = faults(inputs, result, gradients)
-    assert not found, "\n".join([*found, str(case)])
+    assert_hopper_gradients(case, is_finite, device)
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from tilestream.block_mask.patterns import Grid, band_lists, pairs_of, settle
 from tilestream.block_mask.rules import Banded, Both
 from tilestream.spec import Band
 
-__all__ = ["TileLists", "tile_lists", "words_of"]
+__all__ = ["TileLists", "tile_lists", "turned"]
 
 _WORD = 32
 _PAIRS_AT_ONCE = 1 << 21
@@ -175,7 +175,7 @@ def _patterns_of(mask: BlockMask, points: Tensor) -> tuple[Tensor, Tensor]:
     pieces = [torch.empty(0, dtype=torch.int32)]
     for some in points.split(max(1, _PAIRS_AT_ONCE // (mask.grid.block_m * mask.grid.block_n))):
         visible, exists = pairs_of(mask.grid, mask.planes, some, mask.rule)
-        words = words_of(visible & exists).flatten(1)
+        words = _words_of(visible & exists).flatten(1)
         fingerprints, which = _fingerprints(words).unique(return_inverse=True)
         example = torch.empty(len(fingerprints), dtype=torch.int64)
         example[which] = torch.arange(len(some))
@@ -195,7 +195,17 @@ def _fingerprints(words: Tensor) -> Tensor:
     return (words * torch.randint(-(2**62), 2**62, words.shape[1:], generator=generator)).sum(1)
 
 
-def words_of(pairs: Tensor) -> Tensor:
+def turned(bits: Tensor, num_keys: int) -> Tensor:
+    """int32 (P, keys, words of queries) of `TileLists.bits`, (P, queries, words of keys)."""
+    pieces = [torch.empty(0, num_keys, -(-bits.shape[1] // _WORD), dtype=torch.int32)]
+    place = torch.arange(num_keys)
+    for some in bits.split(max(1, _PAIRS_AT_ONCE // (bits.shape[1] * num_keys))):
+        pairs = (some[:, :, place // _WORD] >> (place % _WORD).to(torch.int32)) & 1
+        pieces.append(_words_of(pairs.transpose(1, 2).bool()).to(torch.int32))
+    return torch.cat(pieces)
+
+
+def _words_of(pairs: Tensor) -> Tensor:
     """int64 (K, queries, words), each an int32's worth, of bool (K, queries, keys)."""
     num_words = -(-pairs.shape[2] // _WORD)
     padded = torch.zeros(*pairs.shape[:2], num_words * _WORD, dtype=torch.uint8)

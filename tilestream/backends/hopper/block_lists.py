@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from tilestream.block_mask import BlockMask
-from tilestream.block_mask.tiles import TileLists, tile_lists
+from tilestream.block_mask.tiles import TileLists, tile_lists, turned
 from tilestream.problem import Problem
 
 __all__ = ["KEY_RECORD", "RECORD", "KeyLists", "Lists", "key_lists_of", "lists_of"]
 
 # Numbers of a unit.
 RECORD, KEY_RECORD = 8, 4
-# Pairs of patterns that are turned together.
-_PAIRS_AT_ONCE = 1 << 21
 _WORD = 32
 # Half of Hopper's L2 cache.
 _CACHED_BYTES = 24 << 20
@@ -147,19 +145,8 @@ def _without_last_keys(lists: TileLists, seqlen_k: int) -> tuple[Tensor, Tensor,
     is_cut = (rows % max(1, lists.num_rows) + 1) * block_n > seqlen_k
     patterns[(patterns < 0) & is_cut] = len(lists.bits)
     taken = (rows * 2 + (patterns < 0)).argsort(stable=True)
-    bits = _turned(torch.cat([lists.bits, _end_bits(lists, seqlen_k)]), block_n)
+    bits = turned(torch.cat([lists.bits, _end_bits(lists, seqlen_k)]), block_n)
     return lists.offsets.long(), lists.columns[taken], patterns[taken], bits
-
-
-def _turned(bits: Tensor, block_n: int) -> Tensor:
-    """(P, keys, words of queries) of (P, queries, words of keys)."""
-    step = max(1, _PAIRS_AT_ONCE // (bits.shape[1] * block_n))
-    turned = []
-    for some in bits.split(step):
-        pairs = some[..., None] >> torch.arange(_WORD, dtype=torch.int32) & 1
-        pairs = pairs.flatten(2)[..., :block_n].transpose(1, 2).unflatten(2, (-1, _WORD)).long()
-        turned.append((pairs << torch.arange(_WORD)).sum(3).to(torch.int32))
-    return torch.cat(turned)
 
 
 def _without_ends(lists: TileLists, seqlen_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

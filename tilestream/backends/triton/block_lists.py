@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilestream.block_mask import BlockMask
-from tilestream.block_mask.tiles import TileLists, tile_lists, words_of
+from tilestream.block_mask.tiles import TileLists, tile_lists, turned
 from tilestream.problem import Problem
 from tilestream.spec import Band
 
@@ -22,7 +22,6 @@ __all__ = ["ListSizes", "Lists", "lists_for", "per_query_head"]
 
 # A row is far longer than most if it has so many times the tiles of the mean.
 _LONG = 4
-_PAIRS_AT_ONCE = 1 << 21
 _MADE: weakref.WeakKeyDictionary[BlockMask, dict[tuple[Any, ...], Lists]] = weakref.WeakKeyDictionary()
 
 
@@ -122,19 +121,9 @@ def _arranged(lists: TileLists, mask: BlockMask, group: int, by_keys: bool, devi
     first = torch.arange(len(of_planes))[:, None] * lists.num_rows
     num_long = int((of_planes > _LONG * counts.double().mean()).sum(1).max()) if len(counts) else 0
     strides = (heads * lists.num_rows if mask.batch > 1 else 0, lists.num_rows if heads > 1 else 0)
-    bits = _transposed(lists.bits, lists.tile[1]) if by_keys else lists.bits
+    bits = turned(lists.bits, lists.tile[1]) if by_keys else lists.bits
     tensors = (in_order[(first + order).flatten()], in_order, tiles, bits)
     return Lists(
         ListSizes(lists.tile, lists.num_rows, strides, num_long, repeats),
         *(x.to(device=device, dtype=torch.int32).contiguous() for x in tensors),
     )
-
-
-def _transposed(bits: Tensor, num_keys: int) -> Tensor:
-    """int32 (P, keys, words of queries) of (P, queries, words of keys)."""
-    pieces = [torch.empty(0, num_keys, -(-bits.shape[1] // 32), dtype=torch.int32)]
-    place = torch.arange(num_keys)
-    for some in bits.split(max(1, _PAIRS_AT_ONCE // (bits.shape[1] * num_keys))):
-        pairs = (some[:, :, place // 32] >> (place % 32).to(torch.int32)) & 1
-        pieces.append(words_of(pairs.transpose(1, 2).bool()).to(torch.int32))
-    return torch.cat(pieces)
