@@ -129,6 +129,22 @@ def test_long_rows_come_first_and_heads_in_turn() -> None:
     assert lengths == sorted(lengths, reverse=True)
 
 
+def test_the_last_heads_are_as_many_as_any_that_are_worked_on_together() -> None:
+    """Of 26 heads the cache holds 12: 8, 9 and 9, so that there are many short rows to end with."""
+    from tilestream.backends.hopper.block_lists import RECORD, lists_of
+
+    kept = torch.arange(128) < 30 + torch.arange(128)[:, None] % 5
+    sizes = {"batch": 1, "num_heads_q": 26, "num_heads_kv": 13}
+    problem = dataclasses.replace(_problem(16384, 16384, Band(None, None)), **sizes)
+    mask = BlockMask.from_blocks(kept, 16384, block_size=128)
+    units = lists_of(problem, mask, (128, 128), 132, torch.device("cpu")).units.view(-1, RECORD)
+    heads, lengths = units[:, 1], units[:, 6]
+    (rises,) = (lengths.diff() > 0).nonzero(as_tuple=True)
+    assert (rises + 1).tolist() == [8 * 128, 17 * 128]
+    parts = [set(part.tolist()) for part in heads.tensor_split((rises + 1).tolist())]
+    assert parts == [set(range(8)), set(range(8, 17)), set(range(17, 26))]
+
+
 def test_whole_blocks_hide_nothing_in_tiles_that_are_loaded() -> None:
     from tilestream.backends.hopper.block_lists import key_lists_of, lists_of
 

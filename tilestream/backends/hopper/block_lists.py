@@ -7,6 +7,7 @@ Shapes: U units, rows of tiles of all heads; T kept tiles; P different patterns.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -188,9 +189,11 @@ def _longest_first(sizes: Tensor, cached: int, num_processors: int) -> tuple[Ten
     balanced = int(sizes.max()) * num_processors * num_sides // max(1, int(sizes.sum())) + 1
     num_groups = -(-num_sides // min(num_sides, max(cached, balanced)))
     together = -(-num_sides // num_groups)
+    # Those that make no whole number come first: the last ones shall have short rows enough to end with.
+    bounds = sorted({0, *range(num_sides % together, num_sides + 1, together)})
     orders = [
-        sizes[start : start + together].flatten().argsort(descending=True, stable=True) + start * num_rows
-        for start in range(0, num_sides, together)
+        sizes[start:end].flatten().argsort(descending=True, stable=True) + start * num_rows
+        for start, end in itertools.pairwise(bounds)
     ]
     order = torch.cat(orders)
     return order // num_rows, order % num_rows
