@@ -10,7 +10,8 @@ from typing import Any
 import triton
 from compile_rows import answer
 from hopper_compile_worker import TARGET, problem_of, spills_in_loops
-from triton_compile_worker import nvidia_code, nvidia_uses
+from sass import nvidia_code
+from triton_compile_worker import nvidia_uses
 
 from tilestream.backends.hopper.backward_call import backward_config_for, backward_facts_of
 from tilestream.backends.hopper.backward_plan import backward_source

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import triton
 from compile_rows import answer
+from sass import nvidia_code
 from triton.backends.compiler import GPUTarget
-from triton_compile_worker import nvidia_code, nvidia_uses
+from triton_compile_worker import nvidia_uses
 
 from tilestream import BlockMask
 from tilestream.backends.hopper.call import SHARED_BYTES, configs_for, facts_of

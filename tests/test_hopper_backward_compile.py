@@ -65,6 +65,7 @@ def test_compiles_without_waste(row: Row, uses: dict[Row, dict[str, Any]]) -> No
     use = uses[row]
     assert "error" not in use, use["error"]
     assert use["shared"] <= use["shared_limit"], use
+    assert not use["unwritten"], use
     # A few numbers of a program wait in local memory from one tile of keys to the next; nothing does in a loop.
     assert use["spills_in_loops"] == 0, use
     assert use["spilled"] <= 96, use
@@ -153,7 +154,7 @@ def test_sums_of_dq_become_rows(seqlen_q: int, head_dim: int, monkeypatch: pytes
         piece = rows[:, :, 64 * tile : 64 * tile + 64, 64 * part : 64 * part + 64]
         sums[:, :, tile, part, places] = piece.reshape(2, heads, 4096)
     strides = tuple(contiguous_strides(shapes_of(problem)[name]) for name in ("q", "k", "v", "out", "dout"))
-    builder = plan.Builder(problem, plan.How(torch.device("cpu"), "ieee", True, strides))
+    builder = plan.Builder(problem, plan.How(torch.device("cpu"), "ieee", strides))
     step = builder.row_step(dq_kernel, Config(64, 16, 4, 1), {"flags": True})
     dq = torch.full((2, seqlen_q, heads, head_dim), 7.0, dtype=torch.float16)
     flags = torch.zeros(1 + 2 * heads * seqlen_q, dtype=torch.int32)

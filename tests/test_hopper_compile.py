@@ -121,6 +121,7 @@ def _assert_no_waste(uses: list[dict[str, Any]], most_spilled: int) -> None:
     for use in uses:
         assert "error" not in use, use["error"]
         assert use["shared"] <= use["shared_limit"], use
+        assert not use["unwritten"], use
         # A few numbers of a program wait in local memory from one row tile to the next; nothing does in a loop.
         assert use["spills_in_loops"] == 0, use
         assert use["spilled"] <= most_spilled, use

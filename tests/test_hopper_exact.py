@@ -61,7 +61,7 @@ def _run(kernel: Any, config: Any, num_flaggers: int, name: str) -> tuple[Tensor
         dtype=torch.float16, spec=AttentionSpec(scale=0.25, band=Band(None, 0)), shift=0,
     )  # fmt: skip
     strides = tuple(contiguous_strides(shapes_of(problem)[operand]) for operand in ("q", "k", "v", "out", "dout"))
-    build = plan.Builder(problem, plan.How(torch.device("cpu"), "ieee", True, strides))
+    build = plan.Builder(problem, plan.How(torch.device("cpu"), "ieee", strides))
     step = build.row_step(kernel, config, sizes={"num_flaggers": num_flaggers})
     flags = torch.zeros(2, 2 * _GROUP, _SEQLEN_Q, dtype=torch.int32)
     for batch, query, head in _FLAGGED:

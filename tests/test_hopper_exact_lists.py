@@ -78,7 +78,7 @@ class _Call:
 
         problem = replace(problem, spec=replace(problem.spec, band=Band(None, None)))
         strides = tuple(contiguous_strides(tuple(x.shape)) for x in (*self.leaves, self.out, self.dout))
-        return plan.Builder(problem, plan.How(_CPU, "ieee", True, strides))
+        return plan.Builder(problem, plan.How(_CPU, "ieee", strides))
 
     def run(self, step: Any, lists: Any, flags: Tensor, **made: Tensor) -> None:
         from tilestream.backends.triton.call import Tensors

@@ -422,12 +422,30 @@ def test_rows_that_lie_askew_are_copied_and_others_are_not(dtype: torch.dtype) -
     from tilestream.backends.triton.call import rows_in_place
 
     buffer = torch.randn(2, 7, 3, 64).to(dtype)
-    aligned = (buffer, buffer[..., 16:56], buffer[:, 1:4, ::2], buffer[:, :, :1].expand(2, 7, 5, 64), buffer[..., :5])
-    for x in aligned:
+    aligned = (buffer, buffer[..., 16:56], buffer[:, 1:4, ::2], buffer[:, :, :1].expand(2, 7, 5, 64))
+    # What a dimension of size 1 steps over is nobody's row.
+    for x in (*aligned, torch.randn(3, 1, 48).to(dtype).as_strided((3, 1, 16), (48, 5, 1))):
         assert rows_in_place(x) is x
     askew = (buffer[..., 1:41], buffer.flatten()[1:-63].view(-1, 64), torch.randn(2, 7, 3, 45).to(dtype)[..., :40])
-    for x in (*askew, buffer.transpose(1, 3)[..., :8, :]):
-        copy = rows_in_place(x)
-        assert torch.equal(copy, x)
-        assert copy.is_contiguous()
-        assert copy.data_ptr() % 16 == 0
+    for x in (*askew, torch.randn(2, 16, 3, 64).to(dtype).transpose(1, 3)):
+        _assert_copied(rows_in_place(x), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_rows_that_are_not_whole_get_columns_of_zeros(dtype: torch.dtype) -> None:
+    from tilestream.backends.triton.call import rows_in_place
+
+    buffer, unit = torch.randn(2, 7, 3, 64).to(dtype), 16 // dtype.itemsize
+    for x in (buffer[..., :5], buffer[..., 1:42], buffer[..., :1].expand(2, 7, 3, 9), buffer.transpose(1, 3)[..., :3]):
+        copy, width = rows_in_place(x), x.shape[-1]
+        assert copy.shape[-1] - width == -width % unit > 0
+        _assert_copied(copy[..., :width], x, copy)
+        assert not copy[..., width:].any()
+
+
+def _assert_copied(got: torch.Tensor, x: torch.Tensor, copy: torch.Tensor | None = None) -> None:
+    """`got` is `x`, and what holds it lies as kernels read it."""
+    copy = got if copy is None else copy
+    assert torch.equal(got, x)
+    assert copy.is_contiguous()
+    assert copy.data_ptr() % 16 == 0

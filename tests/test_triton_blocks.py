@@ -193,7 +193,7 @@ def test_another_mask_and_length_have_the_same_kernels(layout: str) -> None:
     facts = []
     for name, lengths in (("butterfly", (512, 512)), ("bits", (333, 480)), ("planes", (2000, 64))):
         case = Case("kernels", torch.bfloat16, layout, lengths, batch=1, heads=(2, 2), causal=True, mask=name)
-        problem, mask = plan.without_mask(case.problem("cpu", is_backward=True))
+        problem, mask = plan.kernel_problem(case.problem("cpu", is_backward=True))
         assert mask is not None
         forward, backward = hows(problem, mask)
         steps = plan._forward_plan.__wrapped__(problem, forward).steps

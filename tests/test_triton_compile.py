@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from compile_rows import ask
+from sass import unwritten
 
 _WORKER = Path(__file__).with_name("triton_compile_worker.py")
 _NUM_WORKERS = 2
@@ -46,6 +47,7 @@ ROWS = [
     *_rows("sm_90", "plain", "bfloat16", (64,), "exact_forward delta exact_query exact_key"),
     *_rows("gfx942", "rich", "bfloat16", (512,), "delta exact_key"),
     *_rows("sm_90", "plain", "float16", (64,), "forward"),
+    *_rows("sm_90", "uneven", "float16", (40,), "forward query key exact_forward"),
     *_rows("sm_90 gfx942", "plain", "float32", (64,), "forward"),
     *_rows("gfx942", "plain", "float32", (64,), "query key"),
     *_rows("sm_90", "blocks", "bfloat16", (64,), "forward query key"),
@@ -108,6 +110,8 @@ def faults(row: Row, use: dict[str, Any]) -> set[str]:
     wgmma, mma = use.get("wgmma", 0), use["mma"]
     found = {
         "shared": use["shared"] > use["shared_limit"],
+        # Wrong, where other faults are waste.
+        "unwritten": bool(use.get("unwritten")),
         # A kernel that runs where numbers are not finite may be slow there.
         "spills": use["spilled"] > 0 and not is_rare,
         "scalar": has_products and is_half and wgmma + mma == 0,
@@ -128,6 +132,25 @@ def faults(row: Row, use: dict[str, Any]) -> set[str]:
 def test_compiles_without_waste(row: Row, uses: dict[Row, dict[str, Any]]) -> None:
     assert "error" not in uses[row], uses[row]["error"]
     assert faults(row, uses[row]) == KNOWN.get(row.id, set()), f"{row.id}: {uses[row]}"
+
+
+def test_a_register_that_nothing_has_written_is_noticed() -> None:
+    right = """
+        /*0010*/                   S2UR UR5, SR_CgaCtaId ;
+        /*0020*/                   UMOV UR4, 0x400 ;
+        /*0030*/                   ULEA UR14, UR5, UR4, 0x18 ;
+        /*0040*/               @P0 BRA 0x60 ;
+        /*0050*/                   UIADD3 UR34, UP0, UR14, 0x40, URZ ;
+        /*0060*/                   UIADD3.X UR35, URZ, -0x7fffffe0, URZ, UP0, !UPT ;
+        /*0070*/                   HGMMA.64x32x16.F32 R56, R28, gdesc[UR32].tnspB, R56 ;
+    """
+    assert unwritten(right) == []
+    for wrong, found in (
+        (right.replace("UR14, 0x40", "UR34, 0x40"), ["0050: UIADD3 UR34, UP0, UR34, 0x40, URZ"]),
+        (right.replace("R28, ", ""), ["0070: HGMMA.64x32x16.F32 R56, gdesc[UR32].tnspB, R56"]),
+        (right.replace("UIADD3.X", "UIADD3.64"), []),
+    ):
+        assert unwritten(wrong) == found
 
 
 def test_known_faults_are_of_rows() -> None:

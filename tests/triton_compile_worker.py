@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from compile_rows import answer
+from sass import nvidia_code, unwritten
 from triton.backends.compiler import GPUTarget
 from triton_hows import hows
 
@@ -31,12 +29,11 @@ _GPUS = {
     "sm_90": (GPUTarget("cuda", 90, 32), 227 << 10),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 << 10),
 }
-_NVIDIA_TOOL = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def problem_of(gpu: str, kind: str, dtype: torch.dtype, head_dim: int) -> Problem:
     """``plain`` is causal; ``rich`` has everything, packed; ``decode`` is a query per sequence; ``blocks`` has a mask
-    besides being causal."""
+    besides being causal, ``uneven`` a head_dim_v on chip that differs from head_dim."""
     is_rich = kind == "rich"
     spec = AttentionSpec(
         band=Band(300, 20) if is_rich else Band(None, 0),
@@ -54,6 +51,7 @@ def problem_of(gpu: str, kind: str, dtype: torch.dtype, head_dim: int) -> Proble
         num_heads_q=12 if is_rich else 4,
         num_heads_kv=4,
         head_dim=head_dim,
+        head_dim_v=head_dim * 3 // 5 if kind == "uneven" else head_dim,
         dtype=dtype,
         # AMD's name in torch is cuda, and what float32 products are made of follows from how torch was built.
         device_type="xpu" if gpu == "gfx942" else "cuda",
@@ -66,7 +64,7 @@ def problem_of(gpu: str, kind: str, dtype: torch.dtype, head_dim: int) -> Proble
 
 def steps_of(problem: Problem) -> dict[str, Step]:
     """Every kernel of a call by its name, with the tiles that configs.py has for it."""
-    problem, mask = plan.without_mask(problem)
+    problem, mask = plan.kernel_problem(problem)
     forward_how, backward_how = hows(problem, mask)
     steps = [*plan._forward_plan(problem, forward_how).steps, *plan._backward_plan(problem, backward_how).steps]
     if problem.spec.has_bias:
@@ -97,19 +95,12 @@ def compiled(gpu: str, kind: str, dtype: str, head_dim: int, kernel: str) -> dic
     return {"shared": binary.metadata.shared, "shared_limit": shared_bytes, "tiles": tiles, **uses}
 
 
-def nvidia_code(cubin: bytes, option: str = "-sass") -> str:
-    """What NVIDIA's tool prints of a binary."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        return subprocess.run([_NVIDIA_TOOL, option, path], capture_output=True, text=True, check=True).stdout
-
-
-def nvidia_uses(cubin: bytes) -> dict[str, int]:
+def nvidia_uses(cubin: bytes) -> dict[str, Any]:
     usage, code = nvidia_code(cubin, "-res-usage"), nvidia_code(cubin)
     (stack,) = re.findall(r"STACK:(\d+)", usage)
     return {
         "spilled": int(stack),
+        "unwritten": unwritten(code),
         "wgmma": len(re.findall(r"\bHGMMA\b", code)),
         "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code)),
         "mma": len(re.findall(r"\bHMMA\b", code)),

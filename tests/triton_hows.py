@@ -16,7 +16,7 @@ def hows(problem: Problem, mask: BlockMask | None = None) -> tuple[How, How]:
     shapes = shapes_of(problem)
     strides = tuple(contiguous_strides(shapes[name]) for name in ("q", "k", "v", "out", "dout"))
     bias_dtype = problem.dtype if problem.spec.has_bias else None
-    forward = How(torch.device("cpu"), precision_of(problem), True, strides[:3], bias_dtype=bias_dtype)
+    forward = How(torch.device("cpu"), precision_of(problem), strides[:3], bias_dtype=bias_dtype)
     backward = forward._replace(strides=strides, has_dlse=True)
     if mask is None:
         return forward, backward

@@ -24,13 +24,14 @@ __all__ = [
     "broadcast_strides",
     "contiguous_strides",
     "facts_of",
-    "layout_of",
     "num_key_tiles",
     "num_row_tiles",
     "precision_of",
     "rows_in_place",
     "shapes_of",
     "sizes_of",
+    "strides_of",
+    "whole_width",
 ]
 
 _LOG2E = math.log2(math.e)
@@ -178,7 +179,7 @@ class Facts:
         return self.has_left or self.has_right
 
 
-def facts_of(problem: Problem, config: Config, unit: int, precision: str, **more: Any) -> Facts:
+def facts_of(problem: Problem, config: Config, precision: str, **more: Any) -> Facts:
     """The facts of one kernel of a call; `more` are its own."""
     spec = problem.spec
     return Facts(
@@ -189,7 +190,7 @@ def facts_of(problem: Problem, config: Config, unit: int, precision: str, **more
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
         group=problem.group,
-        unit=unit,
+        unit=unit_of(problem.dtype),
         is_varlen=problem.layout == "varlen",
         has_left=spec.band.left is not None,
         has_right=spec.band.right is not None,
@@ -266,39 +267,48 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def rows_in_place(x: Tensor) -> Tensor:
-    """A tensor whose rows have their elements side by side, and can be read 16 bytes at a time if their width allows.
+def unit_of(dtype: torch.dtype) -> int:
+    """Elements that a thread reads at once, and that whole rows are multiples of."""
+    return _BYTES_AT_ONCE // dtype.itemsize
 
-    Rows that lie elsewhere are copied, once, instead of read element by element by every tile that needs them. Nor are
-    kernels that do so to be trusted: see docs/measured-facts.md.
+
+def whole_width(width: int, dtype: torch.dtype) -> int:
+    """A head dimension as kernels read and write it."""
+    unit = unit_of(dtype)
+    return -(-width // unit) * unit
+
+
+def rows_in_place(x: Tensor) -> Tensor:
+    """A tensor whose rows are read 16 bytes at a time: `x`, or a copy; with columns of zeros if they are no whole ones.
+
+    Copied once, not read element by element by every tile that needs them: the code for that is slow, and what ptxas
+    of CUDA 12.8 makes of it can be wrong (docs/measured-facts.md).
     """
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        return x.contiguous()
-    size = x.element_size()
-    if x.shape[-1] * size % _BYTES_AT_ONCE:
-        return x
-    if x.data_ptr() % _BYTES_AT_ONCE == 0 and not any([step * size % _BYTES_AT_ONCE for step in x.stride()[:-1]]):
+    unit, width = unit_of(x.dtype), x.shape[-1]
+    if width % unit:
+        whole = x.new_zeros((*x.shape[:-1], whole_width(width, x.dtype)))
+        whole[..., :width] = x
+        return whole
+    steps = [step for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    if x.stride(-1) == 1 and x.data_ptr() % _BYTES_AT_ONCE == 0 and not any([step % unit for step in steps]):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def layout_of(problem: Problem, given: tuple[tuple[int, ...], ...], are_aligned: bool) -> tuple[int, dict[str, Any]]:
-    """(unit, strides): what an element step of the rows' strides is, and those `Numbers`.
+def strides_of(problem: Problem, given: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
+    """Those `Numbers` that are strides of rows, in steps of 16 bytes.
 
     Args:
         given: strides in elements of q, k, v and, in a backward, out and dout; the others are contiguous.
-        are_aligned: whether those start at multiples of 16 bytes.
     """
     shapes = shapes_of(problem)
     elements = dict(zip(("q", "k", "v", "out", "dout"), given, strict=False))
     for name in ("dq", "dk", "dv") if "dout" in elements else ("out",):
         elements[name] = contiguous_strides(shapes[name])
-    unit = _BYTES_AT_ONCE // problem.dtype.itemsize
-    if not are_aligned or any(step % unit for steps in elements.values() for step in steps[:-1]):
-        unit = 1
-    # A packed tensor has no batch.
+    unit = unit_of(problem.dtype)
+    # A packed tensor has no batch; a step that no row is away from another may be anything.
     rows = {name: (0, *steps) if len(steps) == 3 else steps for name, steps in elements.items()}
-    return unit, {f"{name}_strides": tuple(step // unit for step in steps[:-1]) for name, steps in rows.items()}
+    return {f"{name}_strides": tuple(step // unit for step in steps[:-1]) for name, steps in rows.items()}
 
 
 def broadcast_strides(bias: Tensor | None) -> tuple[int, ...]:

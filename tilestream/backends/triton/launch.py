@@ -32,7 +32,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-# Tensors whose rows `Facts.unit` promises to be aligned.
+# Tensors whose rows are read and written 16 bytes at a time.
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _ALIGNED = [["tt.divisibility", 16]]
 _PARTS = ("q_parts", "k_parts", "v_parts", "dout_parts")
@@ -181,11 +181,10 @@ def source(step: Step) -> ASTSource:
             numbers[name] = ("i64" if name.endswith("strides") else "i32",) * len(value)
         else:
             numbers[name] = "fp32" if name in _FLOATS else "i64" if name in _WIDE else "i32"
-    aligned = (*_PADDED, *(_ROWS if step.facts.unit > 1 else ()))
     signature = {
         "tensors": Tensors._make(POINTERS[dtype] for dtype in dtypes.values()),
         "numbers": Numbers(**numbers),
         "facts": "constexpr",
     }
-    hints = {(0, Tensors._fields.index(name)): _ALIGNED for name in aligned}
+    hints = {(0, Tensors._fields.index(name)): _ALIGNED for name in (*_PADDED, *_ROWS)}
     return ASTSource(step.kernel, signature, {(2,): step.facts}, hints)

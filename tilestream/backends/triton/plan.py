@@ -25,6 +25,7 @@ from tilestream.backends.triton.call import (
     precision_of,
     rows_in_place,
     shapes_of,
+    whole_width,
 )
 from tilestream.backends.triton.configs import Config, config_for, num_splits, padded, takes_parts
 from tilestream.backends.triton.launch import Step, allocator, launch
@@ -53,14 +54,16 @@ __all__ = [
 
 def forward(problem: Problem, inputs: AttentionInputs) -> AttentionOutput:
     """See `Backend.forward`."""
-    problem, mask = without_mask(problem)
+    width = problem.head_dim_v
+    problem, mask = kernel_problem(problem)
     tensors = Tensors(*_readable(inputs))
     how = how_of(problem, tensors)
     if mask is not None:
         lists = _lists(mask, problem, how, "forward")
         tensors = Tensors._make((*tensors[:_ROW_LISTS], *lists.tensors(problem.layout == "varlen"), *_NO_TENSORS[:3]))
         how = how._replace(row_lists=lists.sizes)
-    return _forward_plan(problem, how).forward(tensors)
+    output = _forward_plan(problem, how).forward(tensors)
+    return output if width == problem.head_dim_v else output._replace(out=_columns(output.out, width))
 
 
 def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput] | None:
@@ -68,11 +71,11 @@ def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInp
     # A mask is not remembered with a call.
     if problem.block_mask is not None or not _plan_lasts(problem):
         return None
-    problem = without_idle_limits(problem)
+    problem, _ = kernel_problem(problem)
     tensors = Tensors(*_readable(inputs))
-    how = how_of(problem, tensors)
-    if not how.are_aligned or any(x is not y for x, y in zip(tensors, inputs, strict=False)):
+    if any(x is not y for x, y in zip(tensors, inputs, strict=False)):
         return None
+    how = how_of(problem, tensors)
     plan = _forward_plan(problem, how)
 
     def again(inputs: AttentionInputs) -> AttentionOutput:
@@ -94,7 +97,8 @@ def backward(
     needs_dsinks: bool,
 ) -> Gradients:
     """See `Backend.backward`."""
-    problem, mask = without_mask(problem)
+    width, width_v = problem.head_dim, problem.head_dim_v
+    problem, mask = kernel_problem(problem)
     given = Tensors(
         *_readable(inputs),
         out=rows_in_place(output.out),
@@ -124,7 +128,8 @@ def backward(
         # A token after the last sequence has no sink.
         delta = tensors.delta.masked_fill_(tensors.lse == -math.inf, 0.0)
         dsinks = sink_gradient(tensors.sinks, finite_or_zero(tensors.lse), delta).to(inputs.sinks.dtype)
-    return Gradients(tensors.dq, tensors.dk, tensors.dv, dbias, dsinks)
+    dq, dk, dv = _columns(tensors.dq, width), _columns(tensors.dk, width), _columns(tensors.dv, width_v)
+    return Gradients(dq, dk, dv, dbias, dsinks)
 
 
 def _lists(mask: BlockMask, problem: Problem, how: How, kernel: str) -> Lists:
@@ -153,7 +158,6 @@ def how_of(problem: Problem, tensors: Tensors) -> How:
     return How(
         tensors.q.device,
         precision_of(problem),
-        all([x.data_ptr() % _ALIGNMENT == 0 for x in rows]),
         tuple([x.stride() for x in rows]),
         slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
         None if bias is None else bias.dtype,
@@ -226,10 +230,24 @@ _MOST_PADDED = 2.5
 _FEW_ROWS = 2**16
 
 
-def without_mask(problem: Problem) -> tuple[Problem, BlockMask | None]:
-    """What can be remembered of a problem, and its mask."""
+def kernel_problem(problem: Problem) -> tuple[Problem, BlockMask | None]:
+    """What the kernels compute, which can be remembered, and the mask of a call."""
     mask = problem.block_mask
-    return without_idle_limits(problem if mask is None else problem.without_mask), mask
+    return _with_whole_rows(without_idle_limits(problem if mask is None else problem.without_mask)), mask
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_whole_rows(problem: Problem) -> Problem:
+    """The same call with the columns that `rows_in_place` adds."""
+    head_dim, head_dim_v = (whole_width(width, problem.dtype) for width in (problem.head_dim, problem.head_dim_v))
+    if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
+        return problem
+    return dataclasses.replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)
+
+
+def _columns(x: Tensor, width: int) -> Tensor:
+    """The first columns of rows, contiguous."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,10 +11,10 @@ from tilestream.backends.triton.block_lists import ListSizes, per_query_head
 from tilestream.backends.triton.call import (
     Numbers,
     facts_of,
-    layout_of,
     num_key_tiles,
     num_row_tiles,
     sizes_of,
+    strides_of,
 )
 from tilestream.backends.triton.configs import Config
 from tilestream.backends.triton.launch import Step
@@ -31,8 +31,7 @@ class How(NamedTuple):
 
     device: torch.device
     precision: str  # `call.precision_of`
-    are_aligned: bool  # the tensors with rows: q, k, v and, in a backward, out and dout
-    strides: tuple[tuple[int, ...], ...]  # of the same
+    strides: tuple[tuple[int, ...], ...]  # of rows: q, k, v and, in a backward, out and dout
     slopes_stride: int = 0
     bias_dtype: torch.dtype | None = None
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -52,13 +51,12 @@ class Builder:
     def __init__(self, problem: Problem, how: How) -> None:
         # Rows and keys have heads of their own.
         self._rows, self._keys, self._how = how.rows_of(problem), problem, how
-        self._unit, strides = layout_of(problem, how.strides, how.are_aligned)
         self._numbers: Numbers = sizes_of(self._rows)._replace(
             row_tiles=num_row_tiles(self._rows, ROW_BLOCK),
             key_tiles=num_key_tiles(problem, ROW_BLOCK),
             slopes_stride=how.slopes_stride,
             bias_strides=how.bias_strides,
-            **strides,
+            **strides_of(problem, how.strides),
         )
 
     def delta_step(self, writes_parts: bool = False) -> Step:
@@ -95,7 +93,7 @@ class Builder:
         """A kernel with so many programs."""
         problem, how = self._rows, self._how
         facts = {"kv_share": self._keys.group // problem.group, **facts}
-        made = facts_of(problem, config, self._unit, how.precision, row_block=ROW_BLOCK, **facts)
+        made = facts_of(problem, config, how.precision, row_block=ROW_BLOCK, **facts)
         numbers = self._numbers._replace(**sizes)
         return Step(kernel, config, made, programs, numbers, problem.dtype, how.bias_dtype or problem.dtype)
 
