@@ -14,7 +14,7 @@
 #pragma once
 #include "forward.h"
 
-struct Backward {  // a unit is a (sequence, KV head)
+struct Backward {
   Plan plan;
   Scoring scoring;
   bool orders_units;       // dbias is shared between units or members, which then add in their order
@@ -22,11 +22,10 @@ struct Backward {  // a unit is a (sequence, KV head)
   int64_t num_row_blocks;
   int64_t key_block;       // keys
   int64_t num_columns;     // of a block mask's tiles
-  int64_t num_slots, slot_keys;  // accumulators of dk and dv: unit u has slot u % num_slots, (slot_keys, padded width)
-  float *dk_sum, *dv_sum;
-  int32_t *tickets;       // (units, num_key_blocks): tasks that have added
-  int32_t *ended;         // (units,): tasks that have ended
-  int32_t *stored;        // (units,): 1 when dk and dv are written, and the slot is free
+  Slots slots;             // freed when dk and dv are written
+  int64_t slot_keys;       // keys of a slot
+  float *dk_sum, *dv_sum;  // accumulators of dk and dv: (slots, slot_keys, padded width)
+  int32_t *tickets;        // (units, num_key_blocks): tasks that have added
   int32_t *bias_tickets;  // (units, num_row_blocks), of which the first unit of a sharing group is used
   int32_t *ranks;         // of a block mask's tiles (T,): how many tasks of a unit add to its column before
 };
@@ -48,14 +47,6 @@ static void rank_listed_tiles(Backward *b, int32_t *counts) {
         }
     }
 }
-
-static AI void wait_for(const int32_t *counter, int32_t value) {
-  for (int64_t spin = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != value; spin++) {
-    relax();
-    if (spin > SPINS) usleep(0);
-  }
-}
-static AI void advance(int32_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELEASE); }
 
 // p = e^(p * unit - lse), ds = p * (ds - delta), with ds = dout V^T before; false if some ds is not finite.
 template <bool PRECISE>
@@ -123,8 +114,8 @@ template <class Engine> struct BackwardTask {
     const int64_t capacity = b->plan.capacity;
     bool is_finite = true;
     num_panels = (task.row_hi - task.row_lo + NQ - 1) / NQ;
-    unit = task.sequence.batch * c->num_heads_kv + task.kv_head;
-    const int64_t slot = unit % b->num_slots;
+    unit = unit_of(*c, task);
+    const int64_t slot = unit % b->slots.num;
     dk_sum = b->dk_sum + slot * b->slot_keys * Engine::sum_width(c->head_dim);
     dv_sum = b->dv_sum + slot * b->slot_keys * Engine::sum_width(c->head_dim_v);
     for (int64_t p = 0; p < num_panels; p++) {
@@ -231,15 +222,14 @@ template <class Engine> struct BackwardTask {
   bool run() {
     bool is_finite = start();
     int32_t *bias_ticket = 0;
-    wait_for_slot();
+    b->slots.wait(unit);
     if (b->orders_units) wait_for(bias_ticket = bias_counter(), bias_rank());
     is_finite &= c->lists ? run_listed() : run_span();
     if (bias_ticket) advance(bias_ticket);
     is_finite &= finish();
-    const int64_t num_tasks = b->plan.blocks_of(task.sequence.num_queries) * b->plan.members;
-    if (__atomic_add_fetch(b->ended + unit, 1, __ATOMIC_ACQ_REL) == num_tasks) {
+    if (b->slots.is_last(task)) {
       is_finite &= store_sums();
-      advance(b->stored + unit);
+      b->slots.release(unit);
     }
     return is_finite;
   }
@@ -323,10 +313,6 @@ template <class Engine> struct BackwardTask {
       add_outer(active.first, active.last, piece.at, piece.at + piece.n, piece.k0 - piece.at);
     if (piece.ends) advance(ticket);
   }
-  void wait_for_slot() const {
-    for (int64_t u = unit - b->num_slots; u >= 0; u -= b->num_slots)
-      if (sequence_of(*c, u / c->num_heads_kv).num_queries > 0) return wait_for(b->stored + u, 1);  // others have no tasks
-  }
   void clear_sums(int64_t k0) {
     const int64_t keys = min64(b->key_block, task.sequence.num_keys - k0);
     const int64_t dk_width = Engine::sum_width(c->head_dim), dv_width = Engine::sum_width(c->head_dim_v);
@@ -405,26 +391,21 @@ template <class Engine> static void backward_work(void *context, int64_t index, 
   if (!is_finite) __atomic_store_n(&b->plan.not_finite, 1, __ATOMIC_RELAXED);
 }
 
-// Slots that threads and the waves behind them can use at once.
-static int64_t slots_for(const Call &c, int64_t units, int64_t row_blocks) {
-  return max64(1, min64(units, 2 * max64(1, c.num_threads) / max64(1, row_blocks) + 2));
-}
-
-template <class Engine> static int backward_with(Backward *b, Arena *arena) {
+template <class Engine> static int backward_with(Backward *b, Loan *loan) {
   const Call &c = *b->plan.call;
-  const int64_t units = c.batch * c.num_heads_kv;
-  const int64_t dk_floats = b->num_slots * b->slot_keys * Engine::sum_width(c.head_dim);
-  const int64_t dv_floats = b->num_slots * b->slot_keys * Engine::sum_width(c.head_dim_v);
-  const int64_t counters = units * (b->num_key_blocks + b->num_row_blocks + 2);
+  const int64_t units = num_units(c);
+  const int64_t dk_floats = b->slots.num * b->slot_keys * Engine::sum_width(c.head_dim);
+  const int64_t dv_floats = b->slots.num * b->slot_keys * Engine::sum_width(c.head_dim_v);
+  const int64_t counters = units * (b->num_key_blocks + b->num_row_blocks) + Slots::num_counters(c);
   const int64_t num_ranks = c.lists ? num_listed(c) : 0;
-  char *memory = arena->reserve((dk_floats + dv_floats + counters + num_ranks + b->num_columns) * 4);
+  char *memory = loan->reserve((dk_floats + dv_floats + counters + num_ranks + b->num_columns) * 4);
   if (!memory) return STATUS_NO_MEMORY;
   b->dk_sum = (float *)memory, b->dv_sum = b->dk_sum + dk_floats;
   b->tickets = (int32_t *)(b->dv_sum + dv_floats);
   b->bias_tickets = b->tickets + units * b->num_key_blocks;
-  b->ended = b->bias_tickets + units * b->num_row_blocks, b->stored = b->ended + units;
+  b->slots.lay_out(b->bias_tickets + units * b->num_row_blocks);
   memset(b->tickets, 0, (size_t)counters * 4);
-  b->ranks = b->stored + units;
+  b->ranks = b->tickets + counters;
   if (c.lists) rank_listed_tiles(b, b->ranks + num_ranks);
   BackwardTask<Engine> measure;
   measure.b = b, measure.c = &c;
@@ -439,7 +420,7 @@ template <class Engine> static int backward(const Call &c) {
   Backward b = {};
   b.plan.pack_heads(c);
   b.plan.splits = 1;
-  b.plan.units_outside = true;
+  b.plan.units_outside = b.plan.in_one_order = true;
   b.scoring = scoring_of(c);
   const bool shares_units = (c.dbias_strides[0] == 0 && c.batch > 1) ||
                             (c.dbias_strides[1] == 0 && c.num_heads_kv * b.plan.members > 1);
@@ -458,13 +439,10 @@ template <class Engine> static int backward(const Call &c) {
   }
   b.num_key_blocks = (extent.keys + b.key_block - 1) / b.key_block;
   b.num_row_blocks = b.plan.blocks_of(extent.rows / (c.num_heads_q / c.num_heads_kv));
-  b.num_slots = slots_for(c, c.batch * c.num_heads_kv, b.num_row_blocks * b.plan.members), b.slot_keys = extent.keys;
+  b.slots.plan = &b.plan, b.slots.num = Slots::wanted(b.plan, b.num_row_blocks), b.slot_keys = extent.keys;
   if (!b.plan.lay_out()) return STATUS_NO_MEMORY;
-  Arena own = {};  // where another call has the shared one
-  const bool is_shared = pthread_mutex_trylock(&sums.owner) == 0;
-  const int status = backward_with<Engine>(&b, is_shared ? &sums.arena : &own);
-  if (is_shared) pthread_mutex_unlock(&sums.owner);
-  free(own.memory);
+  Loan loan;
+  const int status = backward_with<Engine>(&b, &loan);
   free(b.plan.first);
   return status;
 }

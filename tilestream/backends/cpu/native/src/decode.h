@@ -80,6 +80,7 @@ static AI void prefetch(const char *at, int64_t bytes) {
 }
 
 template <class E> struct DecodeTask {
+  static constexpr bool SHARES_TILES = false;
   const Forward *f;
   const Call *c;
   Task task;

@@ -95,6 +95,8 @@ template <class E> struct Amx {
   static constexpr int TERMS = __is_same(E, f16) ? 2 : 1;
   static constexpr int BLOCK_N = 96, BLOCK_PANELS = 16, BACKWARD_N = 96, BACKWARD_PANELS = 8;
   static constexpr int MAX_UNIT = 1, OUTER_ROWS = 32;
+  // Its products take 32 keys at once, and parts of tiles are 8 or more.
+  static constexpr bool SHARES_TILES = false;
   static_assert(NQ == 32 && VW == 16, "a panel is one block of tiles");
   static int64_t padded(int64_t x) { return round_up(x, 32); }
 

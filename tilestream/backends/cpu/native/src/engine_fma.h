@@ -1,13 +1,19 @@
 // The engine of float32 FMAs: which packed operands the forward and backward loops use, and their products.
 // Interface (the AMX engine has the same): byte sizes of the packed operands, packing, four products.
 #pragma once
-#include "score.h"
+#include "lists.h"
 
 template <class E> struct Fma {
   static constexpr bool PRECISE = sizeof(E) == 4;  // 2^x to float32, or well below half precision
   // Forward: keys per block, panels per task. Backward: the same.
   static constexpr int BLOCK_N = 192, BLOCK_PANELS = 8, BACKWARD_N = 96, BACKWARD_PANELS = 8;
   static constexpr int MAX_UNIT = MR;              // `scores` gives maxima for multiples of this many keys
+  // Packed tiles may be packed and used in parts of UNIT keys, which are apart as rows_at and columns_at say.
+  static constexpr bool SHARES_TILES = true;
+  static_assert(UNIT % MR == 0, "a part is whole panels");
+  static int64_t rows_at(int64_t key, int64_t width) { return key * width * 4; }
+  static int64_t columns_at(int64_t key) { return key * MR * 4; }
+  static int64_t weights_at(int64_t key) { return key * NQ * 4; }
   static void begin() {}
   static void end() {}
 

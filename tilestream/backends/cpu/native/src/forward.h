@@ -2,16 +2,16 @@
 // Algorithm  FlashAttention, algorithm 1 with the loops of its second version (arXiv:2205.14135, arXiv:2307.08691):
 //            query rows outside, keys streamed, online softmax.
 // Schedule   a task is up to `block_rows` rows in panels of NQ lanes; per key block its keys and values are packed once
-//            and used by all panels. score^T = K Q^T and acc^T += V^T P^T keep queries in the lanes, so maximum, sum
-//            and rescaling never reduce across lanes. Few rows: the keys are split over tasks and merged after.
+//            and used by all panels; those of a block mask's tiles once per KV head (shared.h). score^T = K Q^T and
+//            acc^T += V^T P^T keep queries in the lanes, so maximum, sum and rescaling never reduce across lanes. Few
+//            rows: the keys are split over tasks and merged after.
 // Traffic    Q and out once, K and V once per task; nothing that grows with seqlen_q * seqlen_k.
 // On chip    a tile (NQ x BLOCK_N floats) in the first-level cache, packed keys and values in the second.
 // Numerics   sums in float32. The largest weight of a row is 1, so a row with one key is exact whatever the weights are
 //            rounded to (bfloat16 on AMX).
 // Limits     finite inputs: what is not finite sets plan.not_finite, and the caller runs another backend.
 #pragma once
-#include "lists.h"
-#include "pool.h"
+#include "shared.h"
 
 struct Softmax {  // the running state of one panel
   alignas(64) float row_max[NQ], row_sum[NQ];
@@ -21,6 +21,8 @@ struct Forward {
   Plan plan;
   Scoring scoring;
   float *parts;  // per (row, split): row_max, row_sum, acc; null without splits
+  PackedTiles tiles;
+  bool shares_tiles;
 };
 
 // Fold the maxima of a tile in; true where some row is rescaled, by alpha (NQ,). `subtrahend` is the new maximum, or 0.
@@ -104,8 +106,16 @@ template <class T> static AI void take(char **at, int64_t bytes, T **place) {
   *at += round_up(bytes, 64);
 }
 
+// Keys [at, at + n) of a block: packed operands in which they lie side by side.
+struct Run {
+  const char *rows, *columns;
+  int64_t capacity, at, n;
+};
+
 template <class Engine> struct ForwardTask {
   static constexpr int BLOCK_N = Engine::BLOCK_N;
+  static constexpr int64_t MOST = MAX_PIECES<BLOCK_N>;
+  static constexpr bool SHARES_TILES = Engine::SHARES_TILES;
   const Forward *f;
   const Call *c;
   Task task;
@@ -115,6 +125,8 @@ template <class Engine> struct ForwardTask {
   char *lanes;
   float *acc, *tile, *extra;  // extra: bias or dropout factors of a tile
   char *rows, *columns, *weights;
+  Run runs[MOST];  // of the block in work
+  int64_t num_runs;
 
   // Lays the scratch memory out from `at` on (null: to be measured); returns its end.
   char *lay_out(char *at) {
@@ -156,8 +168,12 @@ template <class Engine> struct ForwardTask {
     const int64_t n = pieces[num - 1].at + pieces[num - 1].n;
     alignas(64) float tile_max[NQ], subtrahend[NQ], alpha[NQ];
     for (int64_t l = 0; l < NQ; l++) tile_max[l] = -INFINITY;
-    const bool is_simple = s.is_plain && !is_masked && n % Engine::MAX_UNIT == 0;
-    Engine::scores(rows, BLOCK_N, lanes + p * Engine::lanes_bytes(c->head_dim), n, c->head_dim, tile, is_simple ? tile_max : 0);
+    const Run *end = runs;
+    bool is_simple = s.is_plain && !is_masked;
+    for (; end < runs + num_runs && end->at < n; end++) is_simple &= min64(end->n, n - end->at) % Engine::MAX_UNIT == 0;
+    for (const Run *r = runs; r < end; r++)  // in their order: what one writes beyond its end the next one writes again
+      Engine::scores(r->rows, r->capacity, lanes + p * Engine::lanes_bytes(c->head_dim), min64(r->n, n - r->at),
+                     c->head_dim, tile + r->at * NQ, is_simple ? tile_max : 0);
     if (!is_simple) score(p, pieces, looks, num, tile_max);
     const bool rescales = raise_max(&states[p], tile_max, s.factor, subtrahend, alpha);
     const char *packed;
@@ -170,19 +186,68 @@ template <class Engine> struct ForwardTask {
     } else {
       packed = Engine::pack_exponentials(tile, n, s.factor, subtrahend, states[p].row_sum, weights);
     }
-    Engine::accumulate(columns, BLOCK_N, packed, n, c->head_dim_v,
-                       acc + p * acc_floats, rescales ? alpha : 0);
+    for (const Run *r = runs; r < end; r++)
+      Engine::accumulate(r->columns, r->capacity, r == runs ? packed : weights_of(packed, r->at), min64(r->n, n - r->at),
+                         c->head_dim_v, acc + p * acc_floats, rescales && r == runs ? alpha : 0);
+  }
+  static const char *weights_of(const char *packed, int64_t key) {
+    if constexpr (SHARES_TILES) return packed + Engine::weights_at(key);
+    else return packed;  // a block is one run
   }
   // Packs the keys and values of the pieces, n in all.
   bool pack(const Piece *pieces, int64_t num) {
+    if constexpr (SHARES_TILES)
+      if (f->shares_tiles) return use_tiles(pieces, num);
     const char *keys_at[BLOCK_N], *values_at[BLOCK_N];
     const int64_t n = pieces[num - 1].at + pieces[num - 1].n;
     for (const Piece *x = pieces; x < pieces + num; x++) {
       key_rows(*c, c->key, c->key_strides, task, x->k0, x->n, keys_at + x->at);
       key_rows(*c, c->value, c->value_strides, task, x->k0, x->n, values_at + x->at);
     }
+    runs[0] = {rows, columns, BLOCK_N, 0, n}, num_runs = 1;
     Engine::pack_rows(keys_at, n, BLOCK_N, c->head_dim, rows);
     return Engine::pack_columns(values_at, n, BLOCK_N, c->head_dim_v, columns);
+  }
+  // The same from the tiles of the unit. Pieces that follow each other in a tile are one run.
+  bool use_tiles(const Piece *pieces, int64_t num) {
+    const PackedTiles &tiles = f->tiles;
+    const int64_t unit = unit_of(*c, task), tile_n = c->lists->tile_n;
+    bool is_finite = true;
+    num_runs = 0;
+    for (const Piece *x = pieces; x < pieces + num; x++) {
+      if (x->n == 0) continue;
+      char *at = tiles.at(unit, x->column);
+      if (tiles.begin(unit, x->column)) {
+        is_finite &= pack_tile(x->column * tile_n, min64(tile_n, task.sequence.num_keys - x->column * tile_n), at);
+        tiles.finish(unit, x->column);
+      }
+      const int64_t key = x->k0 - x->column * tile_n;
+      const char *keys = at + Engine::rows_at(key, c->head_dim);
+      Run *last = runs + num_runs - 1;
+      if (num_runs > 0 && keys == last->rows + Engine::rows_at(last->n, c->head_dim)) last->n += x->n;
+      else runs[num_runs++] = {keys, at + tiles.rows_bytes + Engine::columns_at(key), tiles.capacity, x->at, x->n};
+    }
+    return is_finite;
+  }
+  // Keys and values [k0, k0 + n) as a tile.
+  bool pack_tile(int64_t k0, int64_t n, char *at) {
+    bool is_finite = true;
+    for (int64_t lo = 0; lo < n; lo += BLOCK_N) {
+      const char *keys_at[BLOCK_N], *values_at[BLOCK_N];
+      const int64_t m = min64(BLOCK_N, n - lo);
+      key_rows(*c, c->key, c->key_strides, task, k0 + lo, m, keys_at);
+      key_rows(*c, c->value, c->value_strides, task, k0 + lo, m, values_at);
+      Engine::pack_rows(keys_at, m, BLOCK_N, c->head_dim, at + Engine::rows_at(lo, c->head_dim));
+      is_finite &= Engine::pack_columns(values_at, m, f->tiles.capacity, c->head_dim_v,
+                                        at + f->tiles.rows_bytes + Engine::columns_at(lo));
+    }
+    return is_finite;
+  }
+  // Sizes of the tiles, whether or not there is memory for them yet.
+  static void measure_tiles(const Call &c, PackedTiles *tiles) {
+    tiles->capacity = PackedTiles::capacity_for(c.lists->tile_n);
+    tiles->rows_bytes = round_up(Engine::rows_bytes(c.lists->tile_n, c.head_dim), 64);
+    tiles->tile_bytes = tiles->rows_bytes + round_up(Engine::columns_bytes(tiles->capacity, c.head_dim_v), 64);
   }
   bool run() {
     Engine::begin();
@@ -212,13 +277,13 @@ template <class Engine> struct ForwardTask {
     return is_finite;
   }
   bool run_listed() {
-    static constexpr int64_t MOST = MAX_PIECES<BLOCK_N>;
     Piece pieces[MOST];
     Look looks[MOST];
     Gather gather;
     gather.start(*c, task, f->plan.group, false);
+    const int64_t block_n = f->shares_tiles ? whole_tiles(c->lists->tile_n, BLOCK_N) : BLOCK_N;
     bool is_finite = true;
-    while (const int64_t num = gather.next_block(BLOCK_N, MOST, pieces)) {
+    while (const int64_t num = gather.next_block(block_n, MOST, pieces)) {
       if (pieces[num - 1].at + pieces[num - 1].n == 0) continue;
       is_finite &= pack(pieces, num);
       for (int64_t p = 0; p < num_panels; p++) {
@@ -259,9 +324,13 @@ template <class Worker> static void forward_work(void *context, int64_t index, c
   Forward *f = (Forward *)context;
   Worker t;
   t.f = f, t.c = f->plan.call, t.task = f->plan.task(index);
-  if (t.task.row_lo >= t.task.row_hi) return;
-  t.lay_out(scratch);
-  if (!t.run()) __atomic_store_n(&f->plan.not_finite, 1, __ATOMIC_RELAXED);
+  const Slots &slots = f->tiles.slots;
+  if (f->shares_tiles) slots.wait(unit_of(*t.c, t.task));
+  if (t.task.row_lo < t.task.row_hi) {
+    t.lay_out(scratch);
+    if (!t.run()) __atomic_store_n(&f->plan.not_finite, 1, __ATOMIC_RELAXED);
+  }
+  if (f->shares_tiles && slots.is_last(t.task)) slots.release(unit_of(*t.c, t.task));
 }
 
 // The splits of one block of rows become out and lse.
@@ -298,6 +367,31 @@ static int64_t threads_for(const Call &c, int64_t products_halved) {
   return (int64_t)fmin((double)c.num_threads, 1. + operations * 1e-6);
 }
 
+// Blocks of rows within rows of tiles, and whether tasks share packed tiles.
+template <class Worker> static void plan_listed(Forward *f, const Extent &extent) {
+  const Call &c = *f->plan.call;
+  const int64_t rows = c.lists->tile_m * f->plan.group, num_tiles = (extent.keys + c.lists->tile_n - 1) / c.lists->tile_n;
+  f->plan.splits = 1, f->plan.capacity = round_up(rows, NQ);
+  int64_t parts = 1;
+  while (rows % (2 * parts * NQ) == 0 && rows / parts > f->plan.block_rows) parts *= 2;
+  f->plan.block_rows = rows / parts;
+  if constexpr (Worker::SHARES_TILES)
+    if (num_tiles > 0 && PackedTiles::pays(f->plan, num_tiles)) {
+      f->shares_tiles = f->plan.units_outside = true;
+      f->tiles.slots.plan = &f->plan, f->tiles.num_tiles = num_tiles;
+      f->tiles.slots.num = Slots::wanted(f->plan, f->plan.blocks_of(extent.rows / (c.num_heads_q / c.num_heads_kv)));
+      Worker::measure_tiles(c, &f->tiles);
+    }
+}
+template <class Worker> static int run_forward(Forward *f) {
+  const Call &c = *f->plan.call;
+  const int64_t num_threads = threads_for(c, 2);
+  Worker measure;
+  measure.f = f, measure.c = &c;
+  bool has_run = pool_run(c.num_threads, num_threads, f->plan.num_tasks, (int64_t)measure.lay_out(0), forward_work<Worker>, f);
+  if (f->parts) has_run &= pool_run(c.num_threads, num_threads, f->plan.num_tasks / f->plan.splits, 0, merge_work, f);
+  return !has_run ? STATUS_NO_MEMORY : f->plan.not_finite ? STATUS_NOT_FINITE : STATUS_OK;
+}
 template <class Worker> static int forward(const Call &c, int64_t block_panels) {
   Forward f = {};
   f.plan.pack_heads(c);
@@ -310,15 +404,8 @@ template <class Worker> static int forward(const Call &c, int64_t block_panels) 
   const int64_t wanted = are_alike ? max64(per_thread / 4, min64(per_thread, 4)) : per_thread / 4;
   f.plan.block_rows = NQ * min64(block_panels, max64(1, min64(wanted, (extent.rows + NQ - 1) / NQ)));
   f.plan.splits = max64(1, min64(64 / max64(1, extent.panels), extent.keys / 512));
-  if (c.lists) {
-    const int64_t rows = c.lists->tile_m * f.plan.group;
-    f.plan.splits = 1, f.plan.capacity = round_up(rows, NQ);
-    int64_t parts = 1;
-    while (rows % (2 * parts * NQ) == 0 && rows / parts > f.plan.block_rows) parts *= 2;
-    f.plan.block_rows = rows / parts;
-  } else {
-    f.plan.capacity = f.plan.block_rows;
-  }
+  f.plan.capacity = f.plan.block_rows;
+  if (c.lists) plan_listed<Worker>(&f, extent);
   if (!f.plan.lay_out()) return STATUS_NO_MEMORY;
   if (f.plan.splits > 1) {
     const int64_t tokens = c.cu_seqlens_q ? c.cu_seqlens_q[c.batch] : c.batch * c.seqlen_q;
@@ -328,12 +415,14 @@ template <class Worker> static int forward(const Call &c, int64_t block_panels) 
       return STATUS_NO_MEMORY;
     }
   }
-  const int64_t num_threads = threads_for(c, 2);
-  Worker measure;
-  measure.f = &f, measure.c = &c;
-  bool has_run = pool_run(c.num_threads, num_threads, f.plan.num_tasks, (int64_t)measure.lay_out(0), forward_work<Worker>, &f);
-  if (f.parts) has_run &= pool_run(c.num_threads, num_threads, f.plan.num_tasks / f.plan.splits, 0, merge_work, &f);
+  int status = STATUS_NO_MEMORY;
+  if (!f.shares_tiles) {
+    status = run_forward<Worker>(&f);
+  } else {
+    Loan loan;
+    if (f.tiles.reserve(&loan)) status = run_forward<Worker>(&f);
+  }
   free(f.parts);
   free(f.plan.first);
-  return !has_run ? STATUS_NO_MEMORY : f.plan.not_finite ? STATUS_NOT_FINITE : STATUS_OK;
+  return status;
 }

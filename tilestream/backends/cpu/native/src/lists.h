@@ -7,12 +7,13 @@
 #include "score.h"
 
 struct Piece {
-  int64_t k0, n, at;      // keys [k0, k0 + n) are rows [at, at + n) of the block; k0 is a multiple of 4
+  int64_t k0, n, at;      // keys [k0, k0 + n) are rows [at, at + n) of the block; k0 is a multiple of 4, and whole UNITs
+                          // from where its tile begins
   const uint32_t *bits;   // of these keys: the word of the tile's first query; null: no pair is hidden by the mask
   int64_t entry, column;  // of the lists
   bool begins, ends;      // the first, the last piece of its tile
 };
-static constexpr int64_t WORD = 32;
+static constexpr int64_t WORD = 32, UNIT = 8;  // keys: of a word; rows of the widest panel of packed keys
 // What a block has room for. Tiles of 32 keys or more have no more pieces, unless a band hides them.
 template <int CAPACITY> static constexpr int MAX_PIECES = CAPACITY / 16 + 4;
 
@@ -86,8 +87,8 @@ struct Gather {
         continue;
       }
       const int64_t word = (next - first) / WORD, wanted = pattern < 0 ? end - next : min64(end - next, WORD);
-      const int64_t room = (capacity - at) / 4 * 4;
-      if (room < (pattern < 0 ? min64(wanted, 4) : wanted)) break;
+      const int64_t room = wanted <= capacity - at ? wanted : (capacity - at) / UNIT * UNIT;
+      if (room < (pattern < 0 ? min64(wanted, UNIT) : wanted)) break;
       piece->n = min64(wanted, room);
       if (pattern >= 0) piece->bits = lists->bits + pattern * lists->tile_m * words() + word;
       next += piece->n, at += piece->n, num++;

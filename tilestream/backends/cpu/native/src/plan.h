@@ -56,6 +56,7 @@ struct Plan {
   int64_t members;     // parts of a KV head's query heads, each with tasks of its own; `group` is of one part
   int64_t *first;      // (batch + 1,); null where all sequences are alike
   bool units_outside;  // tasks of one (sequence, KV head) are neighbours, rather than those of one block of rows
+  bool in_one_order;   // all members of a unit, and packed sequences of all lengths, go through their rows of tiles alike
   int not_finite;      // set by any task
 
   void pack_heads(const Call &c) {
@@ -68,13 +69,12 @@ struct Plan {
     return (num_queries * group + block_rows - 1) / block_rows;
   }
   int64_t parts() const { return call->lists->tile_m * group / block_rows; }  // blocks of a row of tiles
-  // The k-th block of rows: late ones first, or those with most tiles. In a backward all members of a unit, and packed
-  // sequences of all lengths, have one order (rank_listed_tiles).
+  // The k-th block of rows: late ones first, or those with most tiles.
   int64_t block_at(int64_t k, int64_t blocks, int64_t batch, int64_t head) const {
     const Lists *lists = call->lists;
-    if (lists && !first && !(units_outside && lists->plane_strides[1]))
+    if (lists && !first && !(in_one_order && lists->plane_strides[1]))
       return lists->order[first_list(*lists, batch, head) + k / parts()] * parts() + k % parts();
-    return lists && units_outside ? k : blocks - 1 - k;
+    return lists && in_one_order ? k : blocks - 1 - k;
   }
   bool lay_out() {
     const Call &c = *call;

@@ -81,7 +81,7 @@ static void *pool_worker(void *argument) {
 static struct {
   pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;
   Arena arena;  // kept: a fresh 30 MiB in every call took ten times as long to be mapped by 16 threads as the call itself
-} sums;  // of backward.h
+} common;  // of shared.h
 
 static void pool_forget() {  // in a forked child the workers are gone, and the locks may be held by nobody
   pool.num_workers = pool.wanted = pool.running = 0;  // or new workers would join a call that the parent was in
@@ -89,7 +89,7 @@ static void pool_forget() {  // in a forked child the workers are gone, and the 
   pool.generation = 0;
   gomp_parallel = 0;
   pthread_mutex_init(&pool.owner, 0);
-  pthread_mutex_init(&sums.owner, 0);
+  pthread_mutex_init(&common.owner, 0);
   pthread_mutex_init(&pool.lock, 0);
   pthread_cond_init(&pool.wake, 0);
 }
