@@ -70,7 +70,7 @@ class CaseInputs:
         return call(*positional, *(self.cu_seqlens or ()), **keywords, **self.rest, **self.arguments, **more)
 
     def largest_terms(self) -> dict[str, float]:
-        """Size of the terms P * (dP - delta) that cancel in each gradient: their rounding stays when their sum is 0."""
+        """Size of what cancels in out, P * V, and in a gradient, P * (dP - delta): its rounding stays when it is 0."""
         tensors = {name: leaf.detach().to(torch.float64).nan_to_num(nan=0.0) for name, leaf in self.leaves.items()}
         dout, value = self.dout.to(torch.float64).flatten(0, -3), tensors["value"].flatten(0, -3)
         value = value.repeat_interleave(dout.shape[1] // value.shape[1], dim=1)
@@ -79,6 +79,7 @@ class CaseInputs:
         scale = default_scale(self.case.widths[0]) if self.case.scale is None else abs(self.case.scale)
         sizes = {name: float(x.abs().max()) if x.numel() else 0.0 for name, x in tensors.items()}
         return {
+            "out": self._largest_weighted_values(),
             "query": scale * dp * sizes["key"],
             "key": scale * dp * sizes["query"],
             "value": 0.0,
@@ -86,10 +87,19 @@ class CaseInputs:
             "sinks": dp,
         }
 
+    def _largest_weighted_values(self) -> float:
+        """The largest sum of P times the size of V."""
+        leaves = {name: leaf.detach().to(torch.float64) for name, leaf in self.leaves.items()}
+        call = reference.attention if self.cu_seqlens is None else reference.attention_varlen
+        out = self._call(call, {**leaves, "value": leaves["value"].abs()}, dtype=torch.float64).out
+        finite = out[out.isfinite()]
+        return float(finite.max()) if finite.numel() else 0.0
+
     def saved_state_gradients(self, draw: int | None = None) -> dict[str, Tensor]:
         """The exact gradients of a backward that reads `out` and `lse` rounded to their dtypes, in float64.
 
-        With `draw` each rounding has a sign of its own, drawn with that seed: as likely a loss as the real one.
+        With `draw` out is off by what materialised attention loses at its dtype, which rounds P as kernels do, and each
+        loss has a sign of its own, drawn with that seed: as likely a loss as the real one.
 
         That is what no backward without the score matrix can be better than. Rounding lse by e scales row i of P by
         exp(-e); rounding out changes delta by rowsum((rounded - out) * dout). Both together are the oracle's gradients
@@ -100,7 +110,8 @@ class CaseInputs:
             lse_dtype = torch.float64 if self.case.dtype == torch.float64 else torch.float32
             rounding = (exact.lse.to(lse_dtype) - exact.lse).nan_to_num(nan=0.0)
             dout = self.dout.to(torch.float64)
-            delta_change = ((exact.out.to(self.case.dtype) - exact.out) * dout).sum(dim=-1).transpose(-1, -2)
+            left = exact.out.to(self.case.dtype) if draw is None else self.oracle(self.case.dtype)[0].out
+            delta_change = ((left - exact.out) * dout).sum(dim=-1).transpose(-1, -2)
             dlse = self.dlse.to(torch.float64) if self.case.with_dlse else torch.zeros_like(exact.lse)
             if draw is not None:
                 generator = torch.Generator().manual_seed(draw)

@@ -66,4 +66,6 @@ def _read(name: str, operands: str, sources: list[str]) -> Iterator[int]:
                 has_both = re.match(r"R\w+, gdesc", operands) is not None
                 yield from range(register + (0 if has_both else 2), register + 4)
             else:
-                yield from range(register, register + (2 if ".64" in name or "desc[" in source else 1))
+                # Addresses in brackets are one, whatever lies there.
+                is_pair = "desc[" in source or (".64" in name and "[" not in source)
+                yield from range(register, register + (2 if is_pair else 1))

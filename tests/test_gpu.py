@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -30,6 +31,17 @@ def _tensors(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 def _attend(tensors: list[Tensor], backend: str, **options: object) -> tuple[Tensor, ...]:
     out = tilestream.attention(*tensors, backend=backend, **options)  # type: ignore[arg-type]
     return (out, *torch.autograd.grad(out.float().square().sum(), tensors))
+
+
+def _assert_same(got: Sequence[Tensor], wanted: Sequence[Tensor], backend: str) -> None:
+    """out, dq, dk and dv with the same bits; but dq of the Hopper backend, whose sums have no fixed order."""
+    for index, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+        if backend == "hopper" and index == 1:
+            # Another rounding of the same number, or one that almost cancels.
+            floor = float(theirs.abs().max()) * torch.finfo(torch.float32).eps * 2**6
+            torch.testing.assert_close(ours, theirs, rtol=torch.finfo(theirs.dtype).eps, atol=floor)
+        else:
+            assert torch.equal(ours, theirs), index
 
 
 def _num_compiled() -> int:
@@ -94,8 +106,7 @@ def test_cuda_graphs(backend: str, options: dict[str, object]) -> None:
         for x in tensors:
             x.copy_(torch.randn_like(x))
     graph.replay()
-    for ours, wanted in zip(captured, _attend(tensors, backend, **options), strict=True):
-        assert torch.equal(ours, wanted)
+    _assert_same(captured, _attend(tensors, backend, **options), backend)
 
 
 @each_backend
@@ -106,29 +117,26 @@ def test_nothing_finite_is_computed_twice(
     """What the exact kernels do shows in no value, only in the time."""
     from tilestream.backends.triton import plan
 
+    modules = [plan]
+    if backend == "hopper":
+        from tilestream.backends.hopper import backward_plan
+        from tilestream.backends.hopper import plan as hopper_plan
+
+        modules += [hopper_plan, backward_plan]
     flags = []
     launch = plan.launch
 
-    def launch_and_look(
-        steps: list[plan.Step], others: object, tensors: list[torch.Tensor], device: torch.device
-    ) -> None:
+    def look_and_launch(steps: list[plan.Step], others: object, tensors: plan.Tensors, device: torch.device) -> None:
         for step in steps:
-            launch([step], [], tensors, device)
-            if step.facts.flags:
-                flags.append(plan.Tensors._make(tensors).flags[: step.num_programs].clone())
+            if step.kernel.__name__.startswith("exact"):
+                found = plan.Tensors._make(tensors).flags
+                # Of the kernel before: of rows, or of programs in memory for the most that one of them has.
+                has_rows = step.kernel.__name__ in ("exact_rows_kernel", "exact_dq_kernel")
+                flags.append((found if has_rows else found[: step.numbers.num_programs]).clone())
+            launch([step], others, tensors, device)
 
-    monkeypatch.setattr(plan, "launch", launch_and_look)
-    if backend == "hopper":
-        from tilestream.backends.hopper import plan as hopper_plan
-
-        def look_and_launch(
-            steps: list[plan.Step], others: object, tensors: plan.Tensors, device: torch.device
-        ) -> None:
-            # Those of programs and of rows, written by the kernel before.
-            flags.append(tensors.flags.clone())
-            launch(steps, others, tensors, device)
-
-        monkeypatch.setattr(hopper_plan, "launch", look_and_launch)
+    for module in modules:
+        monkeypatch.setattr(module, "launch", look_and_launch)
     heads = _HEADS[backend]
     if "bias" in options:
         options = {"bias": torch.randn(1, heads, 512, 512, device="cuda", dtype=torch.bfloat16)}
@@ -175,8 +183,7 @@ def test_another_stream(backend: str) -> None:
         halved = [(x.detach() / 2).requires_grad_() for x in doubled]
         got = _attend(halved, backend, causal=True)
     torch.cuda.current_stream().wait_stream(stream)
-    for ours, theirs in zip(got, wanted, strict=True):
-        assert torch.equal(ours, theirs)
+    _assert_same(got, wanted, backend)
 
 
 @each_backend

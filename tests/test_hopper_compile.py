@@ -17,6 +17,7 @@ import pytest
 import torch
 from compile_rows import ask
 
+from tilestream import BlockMask
 from tilestream.backends import hopper
 from tilestream.backends.hopper.call import block_of, packed_layout, readable, readable_bias, tma_strides
 from tilestream.problem import Problem
@@ -164,6 +165,12 @@ def _problem(**changes: Any) -> Problem:
 def test_refuses_what_it_cannot_run(changes: dict[str, Any], words: str | None) -> None:
     reason = hopper.problem_reason(_problem(**changes), 132)
     assert reason is None if words is None else words in (reason or "")
+
+
+def test_takes_few_rows_with_a_block_mask_whose_lists_nobody_splits() -> None:
+    problem = _problem(seqlen_q=1024, batch=1, num_heads_q=2)
+    assert "split" in (hopper.problem_reason(problem, 132) or "")
+    assert hopper.problem_reason(dataclasses.replace(problem, block_mask=BlockMask.butterfly(1024)), 132) is None
 
 
 def test_refuses_packed_calls_without_tokens() -> None:

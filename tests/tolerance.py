@@ -27,7 +27,8 @@ _SUMMATION_ULPS = 32
 # The matrix units of a GPU truncate sums: products of float32 parts lose 3 units even where there is one term.
 _MATRIX_UNIT_ULPS = 4
 # Gradients that are sums over rows: one sum of roundings may be small by luck, so that what such a sum usually comes to
-# counts, the root of the mean square over draws of their signs.
+# counts, the root of the mean square over draws of their signs. They are those of materialised attention's out, which
+# has P in the dtype of the inputs, as every kernel for 16 bits has.
 _SUMS_OVER_ROWS = ("bias", "sinks")
 _NUM_DRAWS = 16
 
@@ -68,7 +69,7 @@ def faults(inputs: CaseInputs, result: AttentionOutput, gradients: dict[str, Ten
     unit = torch.finfo(case.dtype).eps / torch.finfo(_plain_dtype(case)).eps
     accumulation_eps = torch.finfo(torch.float64 if case.dtype == torch.float64 else torch.float32).eps
     found = [
-        _excess("out", result.out, exact.out, _error(plain.out, exact.out) * unit),
+        _excess("out", result.out, exact.out, _error(plain.out, exact.out) * unit, accumulation_eps * terms["out"]),
         _excess("lse", result.lse, exact.lse, _error(plain.lse, exact.lse) * unit),
     ]
     for name, gradient in gradients.items():

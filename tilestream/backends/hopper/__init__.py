@@ -150,7 +150,9 @@ def _slower_reason(problem: Problem, num_processors: int) -> str | None:
     num_rows = usual_seqlen_q(problem) * problem.group
     if num_rows <= _FEW_ROWS:
         return f"a KV head has few rows, {num_rows}, which are faster packed"
-    if num_splits(problem, triton_config_for("forward", problem), num_processors)[0] > 1:
+    # Lists of a block mask are not split there either.
+    is_masked = problem.block_mask is not None
+    if not is_masked and num_splits(problem, triton_config_for("forward", problem), num_processors)[0] > 1:
         return "a few rows over many keys are faster with the keys split"
     return None
 
