@@ -201,9 +201,10 @@ template <class Engine> struct BackwardTask {
   // Rows [m, end) of the tiles of panels [first, last), whose row 0 is key `lo`.
   void add_outer(int64_t first, int64_t last, int64_t m, int64_t end, int64_t lo) {
     const int64_t dk_width = Engine::sum_width(c->head_dim), dv_width = Engine::sum_width(c->head_dim_v);
-    Engine::outer(p_tiles, TILE, outer_p, outer_plane(), first, last, m, end, outer_dout, b->plan.capacity,
+    const int64_t rows = min64(last * NQ, task.row_hi - task.row_lo) - first * NQ;
+    Engine::outer(p_tiles, TILE, outer_p, outer_plane(), first, last, rows, m, end, outer_dout, b->plan.capacity,
                   c->head_dim_v, dv_sum + lo * dv_width, dv_width);
-    Engine::outer(ds_tiles, TILE, outer_ds, outer_plane(), first, last, m, end, outer_q, b->plan.capacity,
+    Engine::outer(ds_tiles, TILE, outer_ds, outer_plane(), first, last, rows, m, end, outer_q, b->plan.capacity,
                   c->head_dim, dk_sum + lo * dk_width, dk_width);
   }
   void add_to_sums(const int64_t *keys_of, int64_t first, int64_t lo, int64_t n) {

@@ -261,8 +261,8 @@ template <class E> struct Amx {
         _mm512_storeu_si512(dst + i * plane + (r * block_rows + panel * NQ) * 2, terms[i]);
     }
   }
-  static void outer(const float *, int64_t, const char *weights, int64_t plane, int64_t first, int64_t last, int64_t lo,
-                    int64_t hi, const char *outer, int64_t block_rows, int64_t width, float *sum, int64_t stride) {
+  static void outer(const float *, int64_t, const char *weights, int64_t plane, int64_t first, int64_t last, int64_t,
+                    int64_t lo, int64_t hi, const char *outer, int64_t block_rows, int64_t width, float *sum, int64_t stride) {
     const int64_t row_bytes = padded(width) * 4, outer_plane = outer_bytes(block_rows, width) / TERMS;
     for (int64_t m = lo; m < hi; m += 32)
       for (int64_t t = 0; t < padded(width); t += 32) {

@@ -69,11 +69,11 @@ template <class E> struct Fma {
   static constexpr int OUTER_ROWS = MRD;
   static int64_t outer_weights_bytes(int64_t, int64_t) { return 0; }
   static void pack_outer_weights(const float *, int64_t, int64_t, int64_t, char *, int64_t) {}
-  // sum[key][width] += weights of panels [first, last) . outer, for keys [lo, hi) of the tiles
-  static void outer(const float *tiles, int64_t tile_floats, const char *, int64_t, int64_t first, int64_t last,
+  // sum[key][width] += weights of panels [first, last) . outer, for keys [lo, hi) of the tiles; the panels' rows are `rows`
+  static void outer(const float *tiles, int64_t tile_floats, const char *, int64_t, int64_t first, int64_t, int64_t rows,
                     int64_t lo, int64_t hi, const char *outer, int64_t block_rows, int64_t width, float *sum,
                     int64_t stride) {
-    outer_product(hi - lo, sum_width(width), tiles + first * tile_floats + lo * NQ, tile_floats, last - first,
+    outer_product(hi - lo, sum_width(width), tiles + first * tile_floats + lo * NQ, tile_floats, rows,
                   (const float *)outer + first * NQ * ND, block_rows * ND, sum + lo * stride, stride);
   }
 };

@@ -51,14 +51,15 @@ NOINLINE static void product(int64_t panels, const float *A, int64_t a_panel, co
     tile_product<MODE, MAX>(A, B, C, T, alpha, row_max);
 }
 
-// C[MRD][ND] (op) sum over panels p and lanes t of A[p][m][t] B[p][t][ND]: rows of A are rows of score tiles (NQ apart).
+// C[MRD][ND] (op) sum over panels p and lanes t of A[p][m][t] B[p][t][ND], `lanes` in all, so that the last panel may have
+// fewer: rows of A are rows of score tiles (NQ apart).
 template <Store MODE>
 static AI void outer_tile(const float *__restrict A, int64_t a_panel, const float *__restrict B, float *__restrict C,
-                          int64_t ldc, int64_t panels) {
+                          int64_t ldc, int64_t lanes) {
   vf acc[MRD][NVD];
   UNROLL for (int m = 0; m < MRD; m++) UNROLL for (int j = 0; j < NVD; j++) acc[m][j] = (vf){};
-  for (int64_t p = 0; p < panels; p++, A += a_panel - NQ) {
-    const float *const end = A + NQ;
+  for (; lanes > 0; lanes -= NQ, A += a_panel - NQ) {
+    const float *const end = A + min64(lanes, NQ);
     NO_UNROLL do {
       vf b[NVD];
       UNROLL for (int j = 0; j < NVD; j++) { b[j] = load(B + j * VW); IN_REGISTER(b[j]); }
@@ -75,15 +76,15 @@ static AI void outer_tile(const float *__restrict A, int64_t a_panel, const floa
     store(c, MODE == ADD ? load(c) + acc[m][j] : acc[m][j]);
   }
 }
-// C[rows][width] += A^T-like product over `panels` score tiles; B (width / ND panels, b_panel apart) holds row lanes.
-NOINLINE static void outer_product(int64_t rows, int64_t width, const float *A, int64_t a_panel, int64_t panels,
+// C[rows][width] += A^T-like product over the score tiles of `lanes` lanes; B (width / ND panels, b_panel apart) holds row lanes.
+NOINLINE static void outer_product(int64_t rows, int64_t width, const float *A, int64_t a_panel, int64_t lanes,
                                    const float *B, int64_t b_panel, float *C, int64_t ldc) {
   for (int64_t t = 0; t < width; t += ND, B += b_panel, C += ND) {
     int64_t m = 0;
-    for (; m + MRD <= rows; m += MRD) outer_tile<ADD>(A + m * NQ, a_panel, B, C + m * ldc, ldc, panels);
+    for (; m + MRD <= rows; m += MRD) outer_tile<ADD>(A + m * NQ, a_panel, B, C + m * ldc, ldc, lanes);
     if (m == rows) continue;
     float last[MRD * ND];  // rows beyond the end must not be touched: they belong to another key block, or to nobody
-    outer_tile<SET>(A + m * NQ, a_panel, B, last, ND, panels);
+    outer_tile<SET>(A + m * NQ, a_panel, B, last, ND, lanes);
     for (int64_t r = 0; m + r < rows; r++)
       for (int64_t j = 0; j < ND; j++) C[(m + r) * ldc + j] += last[r * ND + j];
   }
