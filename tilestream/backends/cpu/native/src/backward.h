@@ -5,7 +5,7 @@
 //            other: a ticket per (KV head, key block) says how many have, so the sum has one order, whatever the
 //            number of threads, with one accumulator. The tasks of a KV head follow each other like a wave, a few blocks
 //            behind; the last one to end stores dk and dv. Only the heads in work have accumulators.
-// Traffic    Q, out, dout, dq once; K and V once per task; the float32 sums of dk and dv read and written once per task.
+// Traffic    Q, out, dout, dq once; K and V once per task (packed tiles of a block mask, as in the forward); the float32 sums of dk and dv read and written once per task.
 // On chip    tiles of P and dS for all panels of a task, packed operands: the second-level cache.
 // Numerics   as the forward; P is made from lse rounded to float32.
 // Limits     as the forward.
@@ -134,7 +134,7 @@ template <class Engine> struct BackwardTask {
     while (end < runs + num_runs && end->at < n) end++;
     for (const Run *r = runs; r < end; r++)
       Engine::scores(r->rows, r->capacity, lanes_q + p * Engine::lanes_bytes(c->head_dim), min64(r->n, n - r->at),
-                     c->head_dim, p_tile + r->at * NQ, 0);
+                     c->head_dim, p_tile + r->at * NQ, 0, panel.n);
     if (!s.is_plain || is_masked)
       for (const Piece *x = pieces; x < pieces + num; x++) {
         const bool is_partial = !is_full(*c, task.sequence, panel.i_lo, panel.i_hi, x->k0, x->k0 + x->n);
@@ -144,7 +144,7 @@ template <class Engine> struct BackwardTask {
       }
     for (const Run *r = runs; r < end; r++)
       Engine::scores(r->value_rows, r->capacity, lanes_dout + p * Engine::lanes_bytes(c->head_dim_v),
-                     min64(r->n, n - r->at), c->head_dim_v, ds_tile + r->at * NQ, 0);
+                     min64(r->n, n - r->at), c->head_dim_v, ds_tile + r->at * NQ, 0, panel.n);
     for (const Piece *x = pieces; s.has_dropout && x < pieces + num; x++)
       dropout_tile(*c, s.keep_factor, panel, task.sequence, x->k0, x->n, extra + x->at * NQ);
     const bool is_finite = gradients<Engine::PRECISE>(p_tile, ds_tile, s.has_dropout ? extra : 0, n,
@@ -160,7 +160,7 @@ template <class Engine> struct BackwardTask {
     const char *packed = Engine::pack_weights(ds_tile, n, weights);
     for (const Run *r = runs; r < end; r++)
       Engine::accumulate(r->columns, r->capacity, weights_at<Engine>(packed, r->at), min64(r->n, n - r->at), c->head_dim,
-                         dq_acc + p * Engine::acc_rows(c->head_dim) * NQ, 0);
+                         dq_acc + p * Engine::acc_rows(c->head_dim) * NQ, 0, panel.n);
     return is_finite;
   }
   // Weights of a panel as dk and dv read them: 0 from the n-th on.

@@ -185,7 +185,7 @@ template <class E> struct Amx {
   }
 
   static void scores(const char *rows, int64_t capacity, const char *lanes, int64_t n, int64_t width, float *tile,
-                     float *row_max) {
+                     float *row_max, int64_t) {
     const int64_t row_bytes = padded(width) * 2;
     for (int64_t m = 0; m < padded(n); m += 32)
       tile_block<TERMS, false, true>({rows + m * row_bytes, row_bytes, rows_bytes(capacity, width) / TERMS},
@@ -242,7 +242,7 @@ template <class E> struct Amx {
   }
   static int64_t acc_rows(int64_t width) { return padded(width); }
   static void accumulate(const char *columns, int64_t capacity, const char *weights, int64_t n, int64_t width,
-                         float *acc, const float *alpha) {
+                         float *acc, const float *alpha, int64_t) {
     const int64_t stride = padded(capacity) * 2;
     for (int64_t at = 0; alpha && at < padded(width) * NQ; at += NQ)
       UNROLL for (int j = 0; j < NV; j++) store(acc + at + j * VW, load(acc + at + j * VW) * load(alpha + j * VW));

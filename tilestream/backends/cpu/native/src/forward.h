@@ -173,7 +173,7 @@ template <class Engine> struct ForwardTask {
     for (; end < runs + num_runs && end->at < n; end++) is_simple &= min64(end->n, n - end->at) % Engine::MAX_UNIT == 0;
     for (const Run *r = runs; r < end; r++)  // in their order: what one writes beyond its end the next one writes again
       Engine::scores(r->rows, r->capacity, lanes + p * Engine::lanes_bytes(c->head_dim), min64(r->n, n - r->at),
-                     c->head_dim, tile + r->at * NQ, is_simple ? tile_max : 0);
+                     c->head_dim, tile + r->at * NQ, is_simple ? tile_max : 0, panels[p].n);
     if (!is_simple) score(p, pieces, looks, num, tile_max);
     const bool rescales = raise_max(&states[p], tile_max, s.factor, subtrahend, alpha);
     const char *packed;
@@ -188,7 +188,7 @@ template <class Engine> struct ForwardTask {
     }
     for (const Run *r = runs; r < end; r++)
       Engine::accumulate(r->columns, r->capacity, weights_at<Engine>(packed, r->at), min64(r->n, n - r->at), c->head_dim_v,
-                         acc + p * acc_floats, rescales && r == runs ? alpha : 0);
+                         acc + p * acc_floats, rescales && r == runs ? alpha : 0, panels[p].n);
   }
   // Packs the keys and values of the pieces, n in all.
   bool pack(const Piece *pieces, int64_t num) {
