@@ -5,7 +5,7 @@
 //            other: a ticket per (KV head, key block) says how many have, so the sum has one order, whatever the
 //            number of threads, with one accumulator. The tasks of a KV head follow each other like a wave, a few blocks
 //            behind; the last one to end stores dk and dv. Only the heads in work have accumulators.
-// Traffic    Q, out, dout, dq once; K and V once per task; the float32 sums of dk and dv read and written once per task.
+// Traffic    Q, out, dout, dq once; K and V once per task (packed tiles of a block mask, as in the forward); the float32 sums of dk and dv read and written once per task.
 // On chip    tiles of P and dS for all panels of a task, packed operands: the second-level cache.
 // Numerics   as the forward; P is made from lse rounded to float32.
 // Limits     as the forward.
@@ -28,6 +28,7 @@ struct Backward {
   int32_t *tickets;        // (units, num_key_blocks): tasks that have added
   int32_t *bias_tickets;  // (units, num_row_blocks), of which the first unit of a sharing group is used
   int32_t *ranks;         // of a block mask's tiles (T,): how many tasks of a unit add to its column before
+  PackedTiles tiles;
 };
 
 // Tasks of a unit go through the rows of tiles in one order, member by member where each has a plane of its own. With one
@@ -48,31 +49,6 @@ static void rank_listed_tiles(Backward *b, int32_t *counts) {
     }
 }
 
-// p = e^(p * unit - lse), ds = p * (ds - delta), with ds = dout V^T before; false if some ds is not finite.
-template <bool PRECISE>
-NOINLINE static bool gradients(float *p_tile, float *ds_tile, const float *keep, int64_t n, float unit, const float *lse,
-                               const float *delta) {
-  vf minus[NV], d[NV], check = {};
-  const vf u = splat(unit);
-  UNROLL for (int j = 0; j < NV; j++) { minus[j] = load(lse + j * VW); d[j] = load(delta + j * VW); }
-  for (int64_t at = 0; at < n * NQ; at += NQ)
-    UNROLL for (int j = 0; j < NV; j++) {
-      const int64_t here = at + j * VW;
-      // Rounded before lse is taken off, as lse was: a row of one key gets 1 (up to the order of sums), however large.
-      vf score = load(p_tile + here) * u, dp = load(ds_tile + here);
-      IN_REGISTER(score);
-      const vf p = exp2_of<PRECISE>((score - minus[j]) * splat(LOG2E));
-      if (keep) dp *= load(keep + here);
-      const vf ds = p * (dp - d[j]);
-      check += ds * splat(0.f);
-      store(p_tile + here, keep ? p * load(keep + here) : p);
-      store(ds_tile + here, ds);
-    }
-  float total = 0;
-  for (int t = 0; t < VW; t++) total += check[t];
-  return total == 0.f;
-}
-
 template <class Engine> struct BackwardTask {
   const Backward *b;
   const Call *c;
@@ -83,6 +59,9 @@ template <class Engine> struct BackwardTask {
   char *lanes_q, *lanes_dout, *outer_q, *outer_dout, *rows_k, *rows_v, *columns_k, *weights, *outer_p, *outer_ds;
   float *dq_acc, *p_tiles, *ds_tiles, *extra, *tanh_tile, *lse_lanes, *delta;
   static constexpr int BACKWARD_N = Engine::BACKWARD_N;
+  static constexpr int64_t MOST = MAX_PIECES<BACKWARD_N>;
+  Run runs[MOST];  // of the block in work
+  int64_t num_runs;
   static constexpr int64_t CAPACITY = BACKWARD_N + Engine::OUTER_ROWS, TILE = CAPACITY * NQ;
 
   char *lay_out(char *at) {
@@ -151,7 +130,11 @@ template <class Engine> struct BackwardTask {
     const int64_t n = pieces[num - 1].at + pieces[num - 1].n;
     float *p_tile = p_tiles + p * TILE, *ds_tile = ds_tiles + p * TILE;
     alignas(64) float unused[NQ] = {};
-    Engine::scores(rows_k, BACKWARD_N, lanes_q + p * Engine::lanes_bytes(c->head_dim), n, c->head_dim, p_tile, 0);
+    const Run *end = runs;
+    while (end < runs + num_runs && end->at < n) end++;
+    for (const Run *r = runs; r < end; r++)
+      Engine::scores(r->rows, r->capacity, lanes_q + p * Engine::lanes_bytes(c->head_dim), min64(r->n, n - r->at),
+                     c->head_dim, p_tile + r->at * NQ, 0, panel.n);
     if (!s.is_plain || is_masked)
       for (const Piece *x = pieces; x < pieces + num; x++) {
         const bool is_partial = !is_full(*c, task.sequence, panel.i_lo, panel.i_hi, x->k0, x->k0 + x->n);
@@ -159,7 +142,9 @@ template <class Engine> struct BackwardTask {
         score_tile(*c, s, panel, task.sequence, p_tile + x->at * NQ, x->k0, x->n, is_partial, shown, extra,
                    s.has_softcap ? tanh_tile + x->at * NQ : 0, unused);
       }
-    Engine::scores(rows_v, BACKWARD_N, lanes_dout + p * Engine::lanes_bytes(c->head_dim_v), n, c->head_dim_v, ds_tile, 0);
+    for (const Run *r = runs; r < end; r++)
+      Engine::scores(r->value_rows, r->capacity, lanes_dout + p * Engine::lanes_bytes(c->head_dim_v),
+                     min64(r->n, n - r->at), c->head_dim_v, ds_tile + r->at * NQ, 0, panel.n);
     for (const Piece *x = pieces; s.has_dropout && x < pieces + num; x++)
       dropout_tile(*c, s.keep_factor, panel, task.sequence, x->k0, x->n, extra + x->at * NQ);
     const bool is_finite = gradients<Engine::PRECISE>(p_tile, ds_tile, s.has_dropout ? extra : 0, n,
@@ -172,8 +157,10 @@ template <class Engine> struct BackwardTask {
         store(ds_tile + at, load(ds_tile + at) * (splat(1.f) - t * t));
       }
     fill_up(p, n, padded);
-    Engine::accumulate(columns_k, BACKWARD_N, Engine::pack_weights(ds_tile, n, weights), n, c->head_dim,
-                       dq_acc + p * Engine::acc_rows(c->head_dim) * NQ, 0);
+    const char *packed = Engine::pack_weights(ds_tile, n, weights);
+    for (const Run *r = runs; r < end; r++)
+      Engine::accumulate(r->columns, r->capacity, weights_at<Engine>(packed, r->at), min64(r->n, n - r->at), c->head_dim,
+                         dq_acc + p * Engine::acc_rows(c->head_dim) * NQ, 0, panel.n);
     return is_finite;
   }
   // Weights of a panel as dk and dv read them: 0 from the n-th on.
@@ -201,9 +188,10 @@ template <class Engine> struct BackwardTask {
   // Rows [m, end) of the tiles of panels [first, last), whose row 0 is key `lo`.
   void add_outer(int64_t first, int64_t last, int64_t m, int64_t end, int64_t lo) {
     const int64_t dk_width = Engine::sum_width(c->head_dim), dv_width = Engine::sum_width(c->head_dim_v);
-    Engine::outer(p_tiles, TILE, outer_p, outer_plane(), first, last, m, end, outer_dout, b->plan.capacity,
+    const int64_t rows = min64(last * NQ, task.row_hi - task.row_lo) - first * NQ;
+    Engine::outer(p_tiles, TILE, outer_p, outer_plane(), first, last, rows, m, end, outer_dout, b->plan.capacity,
                   c->head_dim_v, dv_sum + lo * dv_width, dv_width);
-    Engine::outer(ds_tiles, TILE, outer_ds, outer_plane(), first, last, m, end, outer_q, b->plan.capacity,
+    Engine::outer(ds_tiles, TILE, outer_ds, outer_plane(), first, last, rows, m, end, outer_q, b->plan.capacity,
                   c->head_dim, dk_sum + lo * dk_width, dk_width);
   }
   void add_to_sums(const int64_t *keys_of, int64_t first, int64_t lo, int64_t n) {
@@ -262,7 +250,6 @@ template <class Engine> struct BackwardTask {
     }
     return is_finite;
   }
-  static constexpr int64_t MOST = MAX_PIECES<BACKWARD_N>;
   struct Panels {  // that see something of a piece: [first, last)
     int64_t first, last;
   };
@@ -272,7 +259,8 @@ template <class Engine> struct BackwardTask {
     Gather gather;
     gather.start(*c, task, b->plan.group, true);
     bool is_finite = true;
-    while (const int64_t num = gather.next_block(BACKWARD_N, MOST, pieces)) {
+    const int64_t block_n = b->tiles.num_tiles ? whole_tiles(c->lists->tile_n, BACKWARD_N) : BACKWARD_N;
+    while (const int64_t num = gather.next_block(block_n, MOST, pieces)) {
       for (int64_t x = 0; x < num; x++) {
         active[x] = {num_panels, 0};
         if (adds_in_turn()) wait_for(ticket_of(pieces[x]), rank_of(pieces[x]));
@@ -340,16 +328,53 @@ template <class Engine> struct BackwardTask {
     return check.is_finite();
   }
   bool pack_keys(const Piece *pieces, int64_t num) {
+    if constexpr (Engine::SHARES_TILES)
+      if (b->tiles.num_tiles) return use_tiles(pieces, num);
     const char *keys_at[BACKWARD_N], *values_at[BACKWARD_N];
     const int64_t n = pieces[num - 1].at + pieces[num - 1].n;
     for (const Piece *x = pieces; x < pieces + num; x++) {
       key_rows(*c, c->key, c->key_strides, task, x->k0, x->n, keys_at + x->at);
       key_rows(*c, c->value, c->value_strides, task, x->k0, x->n, values_at + x->at);
     }
-    bool is_finite = Engine::pack_rows(keys_at, n, BACKWARD_N, c->head_dim, rows_k);
-    is_finite &= Engine::pack_rows(values_at, n, BACKWARD_N, c->head_dim_v, rows_v);
-    Engine::pack_columns(keys_at, n, BACKWARD_N, c->head_dim, columns_k);
+    runs[0] = {0, 0, 0, n, rows_k, rows_v, columns_k, BACKWARD_N}, num_runs = 1;
+    return pack_at(keys_at, values_at, runs[0]);
+  }
+  bool pack_at(const char *const *keys_at, const char *const *values_at, const Run &to) {
+    bool is_finite = Engine::pack_rows(keys_at, to.n, BACKWARD_N, c->head_dim, (char *)to.rows);
+    is_finite &= Engine::pack_rows(values_at, to.n, BACKWARD_N, c->head_dim_v, (char *)to.value_rows);
+    Engine::pack_columns(keys_at, to.n, to.capacity, c->head_dim, (char *)to.columns);
     return is_finite;
+  }
+  // The same from the tiles of the unit.
+  bool use_tiles(const Piece *pieces, int64_t num) {
+    const int64_t tile_n = c->lists->tile_n, num_keys = task.sequence.num_keys;
+    bool is_finite = true;
+    num_runs = b->tiles.runs_of(unit, pieces, num, runs, [&](int64_t column, char *at) {
+      const char *keys_at[BACKWARD_N], *values_at[BACKWARD_N];
+      const int64_t k0 = column * tile_n, keys = min64(tile_n, num_keys - k0);
+      for (int64_t lo = 0; lo < keys; lo += BACKWARD_N) {
+        Run part = {at, lo, 0, min64(BACKWARD_N, keys - lo)};
+        place(&part);
+        key_rows(*c, c->key, c->key_strides, task, k0 + lo, part.n, keys_at);
+        key_rows(*c, c->value, c->value_strides, task, k0 + lo, part.n, values_at);
+        is_finite &= pack_at(keys_at, values_at, part);
+      }
+    });
+    for (Run *r = runs; r < runs + num_runs; r++) place(r);
+    return is_finite;
+  }
+  void place(Run *r) const {
+    const PackedTiles &tiles = b->tiles;
+    r->rows = r->tile + Engine::rows_at(r->key, c->head_dim), r->capacity = tiles.capacity;
+    r->value_rows = r->tile + round_up(Engine::rows_bytes(c->lists->tile_n, c->head_dim), 64) +
+                    Engine::rows_at(r->key, c->head_dim_v);
+    r->columns = r->tile + tiles.rows_bytes + Engine::columns_at(r->key);
+  }
+  static void measure_tiles(const Call &c, PackedTiles *tiles) {
+    tiles->capacity = PackedTiles::capacity_for(c.lists->tile_n);
+    tiles->rows_bytes = round_up(Engine::rows_bytes(c.lists->tile_n, c.head_dim), 64) +
+                        round_up(Engine::rows_bytes(c.lists->tile_n, c.head_dim_v), 64);
+    tiles->tile_bytes = tiles->rows_bytes + round_up(Engine::columns_bytes(tiles->capacity, c.head_dim), 64);
   }
   bool finish() {
     bool is_finite = true;
@@ -396,14 +421,18 @@ template <class Engine> static int backward_with(Backward *b, Loan *loan) {
   const int64_t units = num_units(c);
   const int64_t dk_floats = b->slots.num * b->slot_keys * Engine::sum_width(c.head_dim);
   const int64_t dv_floats = b->slots.num * b->slot_keys * Engine::sum_width(c.head_dim_v);
-  const int64_t counters = units * (b->num_key_blocks + b->num_row_blocks) + Slots::num_counters(c);
+  const int64_t states = b->tiles.num_states();
+  const int64_t counters = units * (b->num_key_blocks + b->num_row_blocks) + Slots::num_counters(c) + states;
   const int64_t num_ranks = c.lists ? num_listed(c) : 0;
-  char *memory = loan->reserve((dk_floats + dv_floats + counters + num_ranks + b->num_columns) * 4);
+  const int64_t tile_bytes = b->tiles.bytes();
+  char *memory = loan->reserve(tile_bytes + (dk_floats + dv_floats + counters + num_ranks + b->num_columns) * 4);
   if (!memory) return STATUS_NO_MEMORY;
-  b->dk_sum = (float *)memory, b->dv_sum = b->dk_sum + dk_floats;
+  b->tiles.memory = memory;
+  b->dk_sum = (float *)(memory + tile_bytes), b->dv_sum = b->dk_sum + dk_floats;
   b->tickets = (int32_t *)(b->dv_sum + dv_floats);
   b->bias_tickets = b->tickets + units * b->num_key_blocks;
-  b->slots.lay_out(b->bias_tickets + units * b->num_row_blocks);
+  b->tiles.states = b->bias_tickets + units * b->num_row_blocks;
+  b->slots.lay_out(b->tiles.states + states);
   memset(b->tickets, 0, (size_t)counters * 4);
   b->ranks = b->tickets + counters;
   if (c.lists) rank_listed_tiles(b, b->ranks + num_ranks);
@@ -440,6 +469,12 @@ template <class Engine> static int backward(const Call &c) {
   b.num_key_blocks = (extent.keys + b.key_block - 1) / b.key_block;
   b.num_row_blocks = b.plan.blocks_of(extent.rows / (c.num_heads_q / c.num_heads_kv));
   b.slots.plan = &b.plan, b.slots.num = Slots::wanted(b.plan, b.num_row_blocks), b.slot_keys = extent.keys;
+  b.tiles.slots = b.slots;
+  if constexpr (Engine::SHARES_TILES)
+    if (c.lists && b.num_key_blocks > 0 && PackedTiles::pays(b.plan, b.num_key_blocks)) {
+      b.tiles.num_tiles = b.num_key_blocks;
+      BackwardTask<Engine>::measure_tiles(c, &b.tiles);
+    }
   if (!b.plan.lay_out()) return STATUS_NO_MEMORY;
   Loan loan;
   const int status = backward_with<Engine>(&b, &loan);

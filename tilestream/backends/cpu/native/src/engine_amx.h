@@ -185,7 +185,7 @@ template <class E> struct Amx {
   }
 
   static void scores(const char *rows, int64_t capacity, const char *lanes, int64_t n, int64_t width, float *tile,
-                     float *row_max) {
+                     float *row_max, int64_t) {
     const int64_t row_bytes = padded(width) * 2;
     for (int64_t m = 0; m < padded(n); m += 32)
       tile_block<TERMS, false, true>({rows + m * row_bytes, row_bytes, rows_bytes(capacity, width) / TERMS},
@@ -242,7 +242,7 @@ template <class E> struct Amx {
   }
   static int64_t acc_rows(int64_t width) { return padded(width); }
   static void accumulate(const char *columns, int64_t capacity, const char *weights, int64_t n, int64_t width,
-                         float *acc, const float *alpha) {
+                         float *acc, const float *alpha, int64_t) {
     const int64_t stride = padded(capacity) * 2;
     for (int64_t at = 0; alpha && at < padded(width) * NQ; at += NQ)
       UNROLL for (int j = 0; j < NV; j++) store(acc + at + j * VW, load(acc + at + j * VW) * load(alpha + j * VW));
@@ -261,8 +261,8 @@ template <class E> struct Amx {
         _mm512_storeu_si512(dst + i * plane + (r * block_rows + panel * NQ) * 2, terms[i]);
     }
   }
-  static void outer(const float *, int64_t, const char *weights, int64_t plane, int64_t first, int64_t last, int64_t lo,
-                    int64_t hi, const char *outer, int64_t block_rows, int64_t width, float *sum, int64_t stride) {
+  static void outer(const float *, int64_t, const char *weights, int64_t plane, int64_t first, int64_t last, int64_t,
+                    int64_t lo, int64_t hi, const char *outer, int64_t block_rows, int64_t width, float *sum, int64_t stride) {
     const int64_t row_bytes = padded(width) * 4, outer_plane = outer_bytes(block_rows, width) / TERMS;
     for (int64_t m = lo; m < hi; m += 32)
       for (int64_t t = 0; t < padded(width); t += 32) {

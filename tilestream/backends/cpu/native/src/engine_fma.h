@@ -32,12 +32,14 @@ template <class E> struct Fma {
   static bool pack_columns(const char *const *rows, int64_t n, int64_t capacity, int64_t width, char *dst) {
     return pack_column_panels<E, MR>(rows, n, width, (float *)dst, capacity, 1.f);
   }
-  // tile[key][lane] = rows . lanes for n keys (rounded up to a panel), raising row_max where given
-  static void scores(const char *rows, int64_t, const char *lanes, int64_t n, int64_t width, float *tile, float *row_max) {
+  // tile[key][lane] = rows . lanes for n keys (rounded up to a panel), raising row_max where given;
+  // lanes from `used` on are 0
+  static void scores(const char *rows, int64_t, const char *lanes, int64_t n, int64_t width, float *tile, float *row_max,
+                     int64_t used) {
     const int64_t panels = (n + MR - 1) / MR;
     const float *a = (const float *)rows, *b = (const float *)lanes;
-    if (row_max) product<SET, true>(panels, a, width * MR, b, tile, width, 0, row_max);
-    else product<SET, false>(panels, a, width * MR, b, tile, width, 0, 0);
+    if (row_max) product<SET, true>(panels, a, width * MR, b, tile, width, 0, row_max, used);
+    else product<SET, false>(panels, a, width * MR, b, tile, width, 0, 0, used);
   }
   // what `accumulate` reads in place of a tile of weights: the tile itself
   static int64_t weights_bytes(int64_t) { return 0; }
@@ -47,14 +49,14 @@ template <class E> struct Fma {
     exponentials<PRECISE>(tile, n, factor, subtrahend, row_sum);
     return (const char *)tile;
   }
-  // acc[width][NQ] = alpha * acc + columns . weights
+  // acc[width][NQ] = alpha * acc + columns . weights; nothing reads lanes from `used` on
   static int64_t acc_rows(int64_t width) { return round_up(width, MR); }
   static void accumulate(const char *columns, int64_t capacity, const char *weights, int64_t n, int64_t width,
-                         float *acc, const float *alpha) {
+                         float *acc, const float *alpha, int64_t used) {
     const int64_t panels = (width + MR - 1) / MR;
     const float *a = (const float *)columns, *b = (const float *)weights;
-    if (alpha) product<SCALE, false>(panels, a, capacity * MR, b, acc, n, alpha, 0);
-    else product<ADD, false>(panels, a, capacity * MR, b, acc, n, 0, 0);
+    if (alpha) product<SCALE, false>(panels, a, capacity * MR, b, acc, n, alpha, 0, used);
+    else product<ADD, false>(panels, a, capacity * MR, b, acc, n, 0, 0, used);
   }
   // queries or dout as the lane operand of dk or dv: [width / ND][rows][ND], rows = lanes of all panels
   static int64_t sum_width(int64_t width) { return round_up(width, ND); }
@@ -69,11 +71,11 @@ template <class E> struct Fma {
   static constexpr int OUTER_ROWS = MRD;
   static int64_t outer_weights_bytes(int64_t, int64_t) { return 0; }
   static void pack_outer_weights(const float *, int64_t, int64_t, int64_t, char *, int64_t) {}
-  // sum[key][width] += weights of panels [first, last) . outer, for keys [lo, hi) of the tiles
-  static void outer(const float *tiles, int64_t tile_floats, const char *, int64_t, int64_t first, int64_t last,
+  // sum[key][width] += weights of panels [first, last) . outer, for keys [lo, hi) of the tiles; the panels' rows are `rows`
+  static void outer(const float *tiles, int64_t tile_floats, const char *, int64_t, int64_t first, int64_t, int64_t rows,
                     int64_t lo, int64_t hi, const char *outer, int64_t block_rows, int64_t width, float *sum,
                     int64_t stride) {
-    outer_product(hi - lo, sum_width(width), tiles + first * tile_floats + lo * NQ, tile_floats, last - first,
+    outer_product(hi - lo, sum_width(width), tiles + first * tile_floats + lo * NQ, tile_floats, rows,
                   (const float *)outer + first * NQ * ND, block_rows * ND, sum + lo * stride, stride);
   }
 };

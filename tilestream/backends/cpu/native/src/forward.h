@@ -106,11 +106,11 @@ template <class T> static AI void take(char **at, int64_t bytes, T **place) {
   *at += round_up(bytes, 64);
 }
 
-// Keys [at, at + n) of a block: packed operands in which they lie side by side.
-struct Run {
-  const char *rows, *columns;
-  int64_t capacity, at, n;
-};
+// Where packed weights of key `key` of a block are; a block of engines without packed tiles is one run.
+template <class Engine> static AI const char *weights_at(const char *packed, int64_t key) {
+  if constexpr (Engine::SHARES_TILES) return packed + Engine::weights_at(key);
+  else return packed;
+}
 
 template <class Engine> struct ForwardTask {
   static constexpr int BLOCK_N = Engine::BLOCK_N;
@@ -173,7 +173,7 @@ template <class Engine> struct ForwardTask {
     for (; end < runs + num_runs && end->at < n; end++) is_simple &= min64(end->n, n - end->at) % Engine::MAX_UNIT == 0;
     for (const Run *r = runs; r < end; r++)  // in their order: what one writes beyond its end the next one writes again
       Engine::scores(r->rows, r->capacity, lanes + p * Engine::lanes_bytes(c->head_dim), min64(r->n, n - r->at),
-                     c->head_dim, tile + r->at * NQ, is_simple ? tile_max : 0);
+                     c->head_dim, tile + r->at * NQ, is_simple ? tile_max : 0, panels[p].n);
     if (!is_simple) score(p, pieces, looks, num, tile_max);
     const bool rescales = raise_max(&states[p], tile_max, s.factor, subtrahend, alpha);
     const char *packed;
@@ -187,12 +187,8 @@ template <class Engine> struct ForwardTask {
       packed = Engine::pack_exponentials(tile, n, s.factor, subtrahend, states[p].row_sum, weights);
     }
     for (const Run *r = runs; r < end; r++)
-      Engine::accumulate(r->columns, r->capacity, r == runs ? packed : weights_of(packed, r->at), min64(r->n, n - r->at),
-                         c->head_dim_v, acc + p * acc_floats, rescales && r == runs ? alpha : 0);
-  }
-  static const char *weights_of(const char *packed, int64_t key) {
-    if constexpr (SHARES_TILES) return packed + Engine::weights_at(key);
-    else return packed;  // a block is one run
+      Engine::accumulate(r->columns, r->capacity, weights_at<Engine>(packed, r->at), min64(r->n, n - r->at), c->head_dim_v,
+                         acc + p * acc_floats, rescales && r == runs ? alpha : 0, panels[p].n);
   }
   // Packs the keys and values of the pieces, n in all.
   bool pack(const Piece *pieces, int64_t num) {
@@ -204,28 +200,21 @@ template <class Engine> struct ForwardTask {
       key_rows(*c, c->key, c->key_strides, task, x->k0, x->n, keys_at + x->at);
       key_rows(*c, c->value, c->value_strides, task, x->k0, x->n, values_at + x->at);
     }
-    runs[0] = {rows, columns, BLOCK_N, 0, n}, num_runs = 1;
+    runs[0] = {0, 0, 0, n, rows, 0, columns, BLOCK_N}, num_runs = 1;
     Engine::pack_rows(keys_at, n, BLOCK_N, c->head_dim, rows);
     return Engine::pack_columns(values_at, n, BLOCK_N, c->head_dim_v, columns);
   }
-  // The same from the tiles of the unit. Pieces that follow each other in a tile are one run.
+  // The same from the tiles of the unit.
   bool use_tiles(const Piece *pieces, int64_t num) {
     const PackedTiles &tiles = f->tiles;
-    const int64_t unit = unit_of(*c, task), tile_n = c->lists->tile_n;
+    const int64_t tile_n = c->lists->tile_n, num_keys = task.sequence.num_keys;
     bool is_finite = true;
-    num_runs = 0;
-    for (const Piece *x = pieces; x < pieces + num; x++) {
-      if (x->n == 0) continue;
-      char *at = tiles.at(unit, x->column);
-      if (tiles.begin(unit, x->column)) {
-        is_finite &= pack_tile(x->column * tile_n, min64(tile_n, task.sequence.num_keys - x->column * tile_n), at);
-        tiles.finish(unit, x->column);
-      }
-      const int64_t key = x->k0 - x->column * tile_n;
-      const char *keys = at + Engine::rows_at(key, c->head_dim);
-      Run *last = runs + num_runs - 1;
-      if (num_runs > 0 && keys == last->rows + Engine::rows_at(last->n, c->head_dim)) last->n += x->n;
-      else runs[num_runs++] = {keys, at + tiles.rows_bytes + Engine::columns_at(key), tiles.capacity, x->at, x->n};
+    num_runs = tiles.runs_of(unit_of(*c, task), pieces, num, runs, [&](int64_t column, char *at) {
+      is_finite &= pack_tile(column * tile_n, min64(tile_n, num_keys - column * tile_n), at);
+    });
+    for (Run *r = runs; r < runs + num_runs; r++) {
+      r->rows = r->tile + Engine::rows_at(r->key, c->head_dim), r->capacity = tiles.capacity;
+      r->columns = r->tile + tiles.rows_bytes + Engine::columns_at(r->key);
     }
     return is_finite;
   }
@@ -420,7 +409,13 @@ template <class Worker> static int forward(const Call &c, int64_t block_panels) 
     status = run_forward<Worker>(&f);
   } else {
     Loan loan;
-    if (f.tiles.reserve(&loan)) status = run_forward<Worker>(&f);
+    const int64_t counters = f.tiles.num_states() + Slots::num_counters(c);
+    if ((f.tiles.memory = loan.reserve(f.tiles.bytes() + counters * 4))) {
+      f.tiles.states = (int32_t *)(f.tiles.memory + f.tiles.bytes());
+      memset(f.tiles.states, 0, (size_t)counters * 4);
+      f.tiles.slots.lay_out(f.tiles.states + f.tiles.num_states());
+      status = run_forward<Worker>(&f);
+    }
   }
   free(f.parts);
   free(f.plan.first);

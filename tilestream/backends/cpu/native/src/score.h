@@ -181,3 +181,28 @@ NOINLINE static void exponentials(float *tile, int64_t n, float factor, const fl
     }
   UNROLL for (int j = 0; j < NV; j++) store(row_sum + j * VW, load(row_sum + j * VW) + sum[j]);
 }
+
+// p = e^(p * unit - lse), ds = p * (ds - delta), with ds = dout V^T before; false if some ds is not finite.
+template <bool PRECISE>
+NOINLINE static bool gradients(float *p_tile, float *ds_tile, const float *keep, int64_t n, float unit, const float *lse,
+                               const float *delta) {
+  vf minus[NV], d[NV], check = {};
+  const vf u = splat(unit);
+  UNROLL for (int j = 0; j < NV; j++) { minus[j] = load(lse + j * VW); d[j] = load(delta + j * VW); }
+  for (int64_t at = 0; at < n * NQ; at += NQ)
+    UNROLL for (int j = 0; j < NV; j++) {
+      const int64_t here = at + j * VW;
+      // Rounded before lse is taken off, as lse was: a row of one key gets 1 (up to the order of sums), however large.
+      vf score = load(p_tile + here) * u, dp = load(ds_tile + here);
+      IN_REGISTER(score);
+      const vf p = exp2_of<PRECISE>((score - minus[j]) * splat(LOG2E));
+      if (keep) dp *= load(keep + here);
+      const vf ds = p * (dp - d[j]);
+      check += ds * splat(0.f);
+      store(p_tile + here, keep ? p * load(keep + here) : p);
+      store(ds_tile + here, ds);
+    }
+  float total = 0;
+  for (int t = 0; t < VW; t++) total += check[t];
+  return total == 0.f;
+}

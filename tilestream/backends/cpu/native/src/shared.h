@@ -65,12 +65,22 @@ static int64_t whole_tiles(int64_t tile_n, int64_t most) {
   return round_up((tile_n + parts - 1) / parts, UNIT);
 }
 
-// Tiles of keys and values, packed by the first task that needs them. Memory: keys and values of the longest sequence as
-// float32 (each tile's values padded by 8 keys or none) for every slot.
+// Keys [at, at + n) of a block: packed operands in which they lie side by side, from `key` of a packed tile on, if of one.
+struct Run {
+  const char *tile;
+  int64_t key, at, n;
+  const char *rows, *value_rows, *columns;  // where these keys are; value_rows in the backward
+  int64_t capacity;
+};
+
+// Tiles of keys and values, packed by the first task that needs them. Memory, for every slot: the longest sequence's rows
+// of keys and columns of values (each tile's padded by 8 keys or none) as float32; in the backward rows of keys, rows of
+// values and columns of keys.
 struct PackedTiles {
   enum { ABSENT, IN_WORK, READY };
   Slots slots;
-  int64_t num_tiles, rows_bytes, tile_bytes;  // tiles of a unit; bytes of a tile's keys, of both
+  int64_t num_tiles;               // of a unit; 0: none are packed
+  int64_t rows_bytes, tile_bytes;  // of a tile: bytes before its columns, bytes in all
   int64_t capacity;  // keys that a tile's columns have room for; an odd multiple of 8, so that their panels, which are
                      // written side by side, do not lie a power of two apart and drive each other out of the cache
   char *memory;      // (slots, tiles)
@@ -82,15 +92,8 @@ struct PackedTiles {
     return num_listed(c) * plan.members >= 2 * num_planes(c) * num_tiles;
   }
   static int64_t capacity_for(int64_t keys) { return round_up(keys, 8) | 8; }
-  bool reserve(Loan *loan) {
-    const int64_t counters = num_units(*slots.plan->call) * num_tiles + Slots::num_counters(*slots.plan->call);
-    memory = loan->reserve(slots.num * num_tiles * tile_bytes + counters * 4);
-    if (!memory) return false;
-    states = (int32_t *)(memory + slots.num * num_tiles * tile_bytes);
-    memset(states, 0, (size_t)counters * 4);
-    slots.lay_out(states + num_units(*slots.plan->call) * num_tiles);
-    return true;
-  }
+  int64_t bytes() const { return slots.num * num_tiles * tile_bytes; }
+  int64_t num_states() const { return num_units(*slots.plan->call) * num_tiles; }
   char *at(int64_t unit, int64_t tile) const { return memory + (unit % slots.num * num_tiles + tile) * tile_bytes; }
   // True for the one task that has to pack the tile, and to call `finish`; the others get it ready.
   bool begin(int64_t unit, int64_t tile) const {
@@ -102,5 +105,23 @@ struct PackedTiles {
   }
   void finish(int64_t unit, int64_t tile) const {
     __atomic_store_n(states + unit * num_tiles + tile, READY, __ATOMIC_RELEASE);
+  }
+  // The pieces as runs, which pieces that follow each other in a tile are one of; returns their number. pack(column, at)
+  // packs a tile.
+  template <class Pack> int64_t runs_of(int64_t unit, const Piece *pieces, int64_t num, Run *runs, Pack pack) const {
+    int64_t num_runs = 0;
+    for (const Piece *x = pieces; x < pieces + num; x++) {
+      if (x->n == 0) continue;
+      char *tile = at(unit, x->column);
+      if (begin(unit, x->column)) {
+        pack(x->column, tile);
+        finish(unit, x->column);
+      }
+      const int64_t key = x->k0 - x->column * slots.plan->call->lists->tile_n;
+      Run *last = runs + num_runs - 1;
+      if (num_runs > 0 && last->tile == tile && last->key + last->n == key) last->n += x->n;
+      else runs[num_runs++] = {tile, key, x->at, x->n};
+    }
+    return num_runs;
   }
 };
