@@ -5,7 +5,8 @@
 //            other: a ticket per (KV head, key block) says how many have, so the sum has one order, whatever the
 //            number of threads, with one accumulator. The tasks of a KV head follow each other like a wave, a few blocks
 //            behind; the last one to end stores dk and dv. Only the heads in work have accumulators.
-// Traffic    Q, out, dout, dq once; K and V once per task (packed tiles of a block mask, as in the forward); the float32 sums of dk and dv read and written once per task.
+// Traffic    Q, out, dout, dq once; K and V once per task (packed tiles of a block mask, as in the forward); the float32
+//            sums of dk and dv read and written once per task.
 // On chip    tiles of P and dS for all panels of a task, packed operands: the second-level cache.
 // Numerics   as the forward; P is made from lse rounded to float32.
 // Limits     as the forward.
