@@ -190,7 +190,7 @@ def test_no_empty_tile_is_visited_and_no_full_one_masked(shift: int, group: int)
 
     for left, right in itertools.product((None, 0, 30), repeat=2):
         case = Case("ranges", lengths=(_SEQLEN_Q, _SEQLEN_K), heads=(1, group), window=(left, right), shift=shift)
-        facts = call.facts_of(case.problem("cpu", is_backward=True), Config(_BLOCK_M, _BLOCK_N, 4, 1), 1, "ieee")
+        facts = call.facts_of(case.problem("cpu", is_backward=True), Config(_BLOCK_M, _BLOCK_N, 4, 1), "ieee")
         edges = shift - (left or 0), shift + (right or 0)
         sequence = tiles.Sequence(0, 0, 0, 0, _SEQLEN_Q, _SEQLEN_K, shift, *edges)
         # Every query once per head of the group, as the rows of a KV head are packed.
