@@ -58,11 +58,14 @@ class CaseInputs:
     ) -> tuple[AttentionOutput, dict[str, Tensor]]:
         """The materialised result and gradients, every operation in `dtype`; of (dout, dlse) or of `cotangents`."""
         leaves = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in self.leaves.items()}
-        call = reference.attention if self.cu_seqlens is None else reference.attention_varlen
-        result = self._call(call, leaves, dtype=dtype)
+        result = self._reference(leaves, dtype)
         if not result.out.requires_grad:  # no sequence at all: nothing was computed from the leaves
             return result, {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
         return result, self._backward(result, leaves, cotangents)
+
+    def _reference(self, leaves: dict[str, Tensor], dtype: torch.dtype) -> AttentionOutput:
+        call = reference.attention if self.cu_seqlens is None else reference.attention_varlen
+        return self._call(call, leaves, dtype=dtype)
 
     def _call(self, call: Callable[..., AttentionOutput], leaves: dict[str, Tensor], **more: Any) -> AttentionOutput:
         positional = [leaves[name] for name in ("query", "key", "value")]
@@ -90,8 +93,7 @@ class CaseInputs:
     def _largest_weighted_values(self) -> float:
         """The largest sum of P times the size of V."""
         leaves = {name: leaf.detach().to(torch.float64) for name, leaf in self.leaves.items()}
-        call = reference.attention if self.cu_seqlens is None else reference.attention_varlen
-        out = self._call(call, {**leaves, "value": leaves["value"].abs()}, dtype=torch.float64).out
+        out = self._reference({**leaves, "value": leaves["value"].abs()}, torch.float64).out
         finite = out[out.isfinite()]
         return float(finite.max()) if finite.numel() else 0.0
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilestream.backends.triton.call import contiguous_strides, sizes_of
+from tilestream.backends.triton.call import contiguous_strides, is_in_place, sizes_of
 from tilestream.problem import Problem
 from tilestream.spec import Band
 
@@ -297,13 +297,7 @@ def _num_together(problem: Problem, num_sides: int) -> int:
 
 def is_readable(x: Tensor) -> bool:
     """Whether TMA takes `x` as it is: it reads no dimension twice, and counts in 16 bytes."""
-    *outer, last = x.stride()
-    sizes = x.shape
-    units = ALIGNMENT // x.element_size()
-    takes = last == 1 and x.data_ptr() % ALIGNMENT == 0
-    for size, stride in zip(sizes, outer, strict=False):
-        takes = takes and (size == 1 or (stride > 0 and stride % units == 0))
-    return takes
+    return is_in_place(x) and all([size == 1 or step > 0 for size, step in zip(x.shape, x.stride(), strict=True)])
 
 
 def readable(x: Tensor) -> Tensor:

@@ -18,12 +18,14 @@ from tilestream.dropout import keep_threshold
 from tilestream.problem import Problem
 
 __all__ = [
+    "BYTES_AT_ONCE",
     "Facts",
     "Numbers",
     "Tensors",
     "broadcast_strides",
     "contiguous_strides",
     "facts_of",
+    "is_in_place",
     "num_key_tiles",
     "num_row_tiles",
     "precision_of",
@@ -37,7 +39,8 @@ __all__ = [
 _LOG2E = math.log2(math.e)
 # What float32 knows as more than 0: a masked score of -inf times 0 would be NaN.
 _SMALLEST_SCALE = 2.0**-126
-_BYTES_AT_ONCE = 16
+# What a thread reads.
+BYTES_AT_ONCE = 16
 
 
 class Tensors(NamedTuple):
@@ -141,7 +144,6 @@ class Facts:
     head_dim: int
     head_dim_v: int
     group: int
-    unit: int
     is_varlen: bool
     has_left: bool
     has_right: bool
@@ -174,6 +176,11 @@ class Facts:
     kv_share: int = 1
 
     @property
+    def unit(self) -> int:
+        """Elements that strides count in (`unit_of`)."""
+        return unit_of(torch.float32 if self.is_float32 else torch.float16)
+
+    @property
     def is_band(self) -> bool:
         """Whether any pair can be out of sight."""
         return self.has_left or self.has_right
@@ -190,7 +197,6 @@ def facts_of(problem: Problem, config: Config, precision: str, **more: Any) -> F
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
         group=problem.group,
-        unit=unit_of(problem.dtype),
         is_varlen=problem.layout == "varlen",
         has_left=spec.band.left is not None,
         has_right=spec.band.right is not None,
@@ -269,7 +275,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def unit_of(dtype: torch.dtype) -> int:
     """Elements that a thread reads at once, and that whole rows are multiples of."""
-    return _BYTES_AT_ONCE // dtype.itemsize
+    return BYTES_AT_ONCE // dtype.itemsize
 
 
 def whole_width(width: int, dtype: torch.dtype) -> int:
@@ -278,21 +284,25 @@ def whole_width(width: int, dtype: torch.dtype) -> int:
     return -(-width // unit) * unit
 
 
+def is_in_place(x: Tensor) -> bool:
+    """Whether rows that are whole ones are read 16 bytes at a time where they lie."""
+    unit, (*steps, last) = unit_of(x.dtype), x.stride()
+    askew = [step % unit for size, step in zip(x.shape, steps, strict=False) if size > 1]
+    return last == 1 and x.data_ptr() % BYTES_AT_ONCE == 0 and not any(askew)
+
+
 def rows_in_place(x: Tensor) -> Tensor:
     """A tensor whose rows are read 16 bytes at a time: `x`, or a copy; with columns of zeros if they are no whole ones.
 
     Copied once, not read element by element by every tile that needs them: the code for that is slow, and what ptxas
     of CUDA 12.8 makes of it can be wrong (docs/measured-facts.md).
     """
-    unit, width = unit_of(x.dtype), x.shape[-1]
-    if width % unit:
+    width = x.shape[-1]
+    if width % unit_of(x.dtype):
         whole = x.new_zeros((*x.shape[:-1], whole_width(width, x.dtype)))
         whole[..., :width] = x
         return whole
-    steps = [step for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    if x.stride(-1) == 1 and x.data_ptr() % _BYTES_AT_ONCE == 0 and not any([step % unit for step in steps]):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x if is_in_place(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def strides_of(problem: Problem, given: tuple[tuple[int, ...], ...]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tilestream.backends.triton import bias_gradient
 from tilestream.backends.triton import forward as forward_kernels
 from tilestream.backends.triton.block_lists import Lists, lists_for, per_query_head
 from tilestream.backends.triton.call import (
+    BYTES_AT_ONCE,
     Tensors,
     broadcast_strides,
     contiguous_strides,
@@ -80,7 +81,7 @@ def prepare(problem: Problem, inputs: AttentionInputs) -> Callable[[AttentionInp
 
     def again(inputs: AttentionInputs) -> AttentionOutput:
         query, key, value = inputs[:3]
-        if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % _ALIGNMENT:
+        if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % BYTES_AT_ONCE:
             return forward(problem, inputs)
         return plan.forward(inputs)
 
@@ -215,8 +216,6 @@ class Plan:
         return tensors
 
 
-# Bytes that a thread reads at once.
-_ALIGNMENT = 16
 _NO_TENSORS = (None,) * len(Tensors._fields)
 _ROW_LISTS = Tensors._fields.index("row_spans")
 _OUT, _LSE = Tensors._fields.index("out"), Tensors._fields.index("lse")
@@ -233,12 +232,13 @@ _FEW_ROWS = 2**16
 def kernel_problem(problem: Problem) -> tuple[Problem, BlockMask | None]:
     """What the kernels compute, which can be remembered, and the mask of a call."""
     mask = problem.block_mask
-    return _with_whole_rows(without_idle_limits(problem if mask is None else problem.without_mask)), mask
+    return _as_computed(problem if mask is None else problem.without_mask), mask
 
 
 @functools.lru_cache(maxsize=1024)
-def _with_whole_rows(problem: Problem) -> Problem:
-    """The same call with the columns that `rows_in_place` adds."""
+def _as_computed(problem: Problem) -> Problem:
+    """The same call without idle limits, with the columns that `rows_in_place` adds."""
+    problem = without_idle_limits(problem)
     head_dim, head_dim_v = (whole_width(width, problem.dtype) for width in (problem.head_dim, problem.head_dim_v))
     if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
         return problem
